@@ -1,0 +1,67 @@
+"""Rotary positions: plain for window-only layers and the drafter, YaRN for layers with global KV."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ds41jax.config import ModelConfig, YarnConfig
+from ds41jax.formats import Numerics
+
+
+def inverse_frequencies(dim: int, theta: float, yarn: YarnConfig | None) -> np.ndarray:
+    """[dim / 2] float32 frequencies, computed on the host.
+
+    One float32 ulp of a frequency is 0.06 rad at position 10^6, so the order of operations is that of the
+    official `precompute_freqs_cis`, with its power correctly rounded (numpy's float32 power is not).
+    """
+    exponent = np.arange(0, dim, 2, dtype=np.float32) / np.float32(dim)
+    power = np.power(float(theta), exponent.astype(np.float64)).astype(np.float32)
+    frequencies = np.float32(1) / power
+    if yarn is None:
+        return frequencies
+    low, high = yarn_bounds(dim, theta, yarn)
+    ramp = (np.arange(dim // 2, dtype=np.float32) - np.float32(low)) / np.float32(max(high - low, 1e-3))
+    smooth = np.float32(1) - np.clip(ramp, 0, 1)
+    return frequencies / np.float32(yarn.factor) * (1 - smooth) + frequencies * smooth
+
+
+def yarn_bounds(dim: int, theta: float, yarn: YarnConfig) -> tuple[int, int]:
+    """First and last dimension pair of the blend between kept and interpolated frequencies."""
+    def pair(rotations: float) -> float:
+        ratio = yarn.original_max_position_embeddings / (rotations * 2 * math.pi)
+        return dim * math.log(ratio) / (2 * math.log(theta))
+
+    return max(math.floor(pair(yarn.beta_fast)), 0), min(math.ceil(pair(yarn.beta_slow)), dim - 1)
+
+
+def layer_frequencies(config: ModelConfig, compressed: bool) -> np.ndarray:
+    """Frequencies of layers with global KV (YaRN, theta 160000) or without (plain, theta 10000)."""
+    if compressed:
+        return inverse_frequencies(config.qk_rope_head_dim, config.compress_rope_theta, config.yarn)
+    return inverse_frequencies(config.qk_rope_head_dim, config.rope_theta, None)
+
+
+def rotate(x: jax.Array, positions: jax.Array, frequencies: np.ndarray, numerics: Numerics,
+           inverse: bool = False) -> jax.Array:
+    """Rotates the last 2 * len(frequencies) columns of x, adjacent pairs, by position * frequency.
+
+    Args:
+      x: [T, ..., D].
+      positions: [T] int32 absolute positions; the angle is their float32 product with a frequency.
+      frequencies: [R / 2] float32.
+      numerics: rounding of the result.
+      inverse: rotate backwards.
+    """
+    angles = positions.astype(jnp.float32)[:, None] * frequencies
+    angles = angles.reshape(x.shape[0], *[1] * (x.ndim - 2), len(frequencies))
+    cos, sin = jnp.cos(angles), jnp.sin(angles)
+    if inverse:
+        sin = -sin
+    width = 2 * len(frequencies)
+    kept, turned = x[..., :-width], x[..., -width:].astype(jnp.float32)
+    pairs = turned.reshape(*turned.shape[:-1], width // 2, 2)
+    a, b = pairs[..., 0], pairs[..., 1]
+    rotated = jnp.stack([a * cos - b * sin, a * sin + b * cos], axis=-1).reshape(turned.shape)
+    return jnp.concatenate([kept, numerics.round(rotated).astype(x.dtype)], axis=-1)
