@@ -1,4 +1,5 @@
-"""The model's numbers: the official nested ``config.json``, parsed, validated, with per-layer facts.
+"""The model's numbers: the official nested ``config.json``, parsed, validated, with per-layer
+facts.
 
 Owns what the checkpoint says about the network. Deployment choices (numerics, cache sizes, devices)
 live elsewhere. A wrong or missing field raises `ConfigError` naming it; nothing is guessed.
@@ -33,7 +34,7 @@ class YarnConfig:
 
 @dataclass(frozen=True)
 class VisionConfig:
-    """The vision tower: a ViT with 2-D rotary positions, folded and projected into the text width."""
+    """The vision tower: a ViT with 2-D rotary positions, projected into the text width."""
 
     num_hidden_layers: int
     hidden_size: int
@@ -63,7 +64,8 @@ class LayerKind:
       uses_candidates: selects only inside the candidate blocks.
       engram: adds an Engram lookup to its input stream.
       tap: its input stream conditions the drafter.
-      past_boundary: lies after the last KV source, so bounded prefill runs it on the last rows only.
+      past_boundary: lies after the last KV source, so bounded prefill runs it on the last rows
+        only.
     """
 
     ratio: int
@@ -78,7 +80,7 @@ class LayerKind:
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """DeepSeek-V4.1-Flash's text model, its drafter and its vision tower. Field names are official."""
+    """DeepSeek-V4.1-Flash: text model, drafter and vision tower. Field names are official."""
 
     vocab_size: int
     hidden_size: int
@@ -155,7 +157,7 @@ class ModelConfig:
 
     @property
     def boundary_layer(self) -> int | None:
-        """The last KV source, where bounded prefill stops running every row; None without sources."""
+        """The last KV source, where bounded prefill stops running all rows; None without one."""
         return self.kv_source_layer_ids[-1] if self.kv_source_layer_ids else None
 
     def kv_source_of(self, layer: int) -> int | None:
@@ -171,7 +173,7 @@ class ModelConfig:
 
     @cached_property
     def paired_sources(self) -> tuple[int, ...]:
-        """Indices of the KV sources that compress two tokens into a row (they have a gate and a carry)."""
+        """Indices of the KV sources that compress two tokens into a row, gated and carried."""
         return tuple(i for i, ratio in enumerate(self.source_ratios) if ratio == 2)
 
     @property
@@ -284,7 +286,9 @@ def parse_config(data: Mapping[str, Any]) -> ModelConfig:
     fields: dict[str, Any] = {name: text.integer(name) for name in _POSITIVE_INTS}
     fields |= {name: text.number(name) for name in _POSITIVE_FLOATS}
     fields |= {name: text.integers(name) for name in _INT_LISTS}
-    fields |= {name: top.integer(name, 0) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
+    fields |= {
+        name: top.integer(name, 0) for name in ("bos_token_id", "eos_token_id", "pad_token_id")
+    }
     fields["image_token_id"] = top.integer("image_token_id", 0)
     fields["norm_topk_prob"] = text.get("norm_topk_prob", bool, "true or false", True)
     fields["routed_scaling_factor"] = text.number("routed_scaling_factor")
@@ -297,7 +301,9 @@ def parse_config(data: Mapping[str, Any]) -> ModelConfig:
     )
     fields["yarn"] = _parse_yarn(text.section_of("rope_scaling"))
     fields["vision"] = (
-        None if data.get("vision_config") is None else _parse_vision(top.section_of("vision_config"))
+        None
+        if data.get("vision_config") is None
+        else _parse_vision(top.section_of("vision_config"))
     )
     config = ModelConfig(**fields)
     if not problems:
@@ -341,20 +347,35 @@ def _attention_checks(c: ModelConfig) -> list[tuple[bool, str, str]]:
     return [
         (c.hidden_size % FP8_BLOCK == 0, "hidden_size", f"not a multiple of {FP8_BLOCK}"),
         (c.q_lora_rank % FP8_BLOCK == 0, "q_lora_rank", f"not a multiple of {FP8_BLOCK}"),
-        (c.moe_intermediate_size % FP8_BLOCK == 0, "moe_intermediate_size",
-         f"not a multiple of {FP8_BLOCK}"),
+        (
+            c.moe_intermediate_size % FP8_BLOCK == 0,
+            "moe_intermediate_size",
+            f"not a multiple of {FP8_BLOCK}",
+        ),
         (c.head_dim % FP8_BLOCK == 0, "head_dim", f"not a multiple of {FP8_BLOCK}"),
         (c.index_head_dim % FP8_BLOCK == 0, "index_head_dim", f"not a multiple of {FP8_BLOCK}"),
-        (c.qk_rope_head_dim % 2 == 0 and c.qk_rope_head_dim <= min(c.head_dim, c.index_head_dim),
-         "qk_rope_head_dim", "must be even and at most head_dim and index_head_dim"),
+        (
+            c.qk_rope_head_dim % 2 == 0 and c.qk_rope_head_dim <= min(c.head_dim, c.index_head_dim),
+            "qk_rope_head_dim",
+            "must be even and at most head_dim and index_head_dim",
+        ),
         (c.num_attention_heads % c.o_groups == 0, "o_groups", "must divide num_attention_heads"),
-        (c.o_groups * c.o_lora_rank % FP8_BLOCK == 0, "o_lora_rank",
-         f"o_groups * o_lora_rank is not a multiple of {FP8_BLOCK}"),
+        (
+            c.o_groups * c.o_lora_rank % FP8_BLOCK == 0,
+            "o_lora_rank",
+            f"o_groups * o_lora_rank is not a multiple of {FP8_BLOCK}",
+        ),
         (c.sliding_window % 2 == 0, "sliding_window", "must be even"),
-        (c.num_experts_per_tok <= c.n_routed_experts, "num_experts_per_tok",
-         "more than n_routed_experts"),
-        (c.max_position_embeddings <= 1 << 24, "max_position_embeddings",
-         "above 2^24, where positions stop being exact in float32"),
+        (
+            c.num_experts_per_tok <= c.n_routed_experts,
+            "num_experts_per_tok",
+            "more than n_routed_experts",
+        ),
+        (
+            c.max_position_embeddings <= 1 << 24,
+            "max_position_embeddings",
+            "above 2^24, where positions stop being exact in float32",
+        ),
     ]
 
 
@@ -362,25 +383,45 @@ def _source_checks(c: ModelConfig) -> list[tuple[bool, str, str]]:
     n, ratios = c.num_hidden_layers, c.compress_ratios
     lengths_ok = len(ratios) == n + c.num_nextn_predict_layers
     if not lengths_ok:
-        return [(False, "compress_ratios",
-                 f"needs one entry per layer and draft stage, {n + c.num_nextn_predict_layers}")]
+        return [
+            (
+                False,
+                "compress_ratios",
+                f"needs one entry per layer and draft stage, {n + c.num_nextn_predict_layers}",
+            )
+        ]
     kv, index, cand = c.kv_source_layer_ids, c.index_source_layer_ids, c.candidate_source_layer_id
     readers = [layer for layer in range(n) if ratios[layer]]
     own = {layer: max((s for s in kv if s <= layer), default=None) for layer in readers}
     return [
-        (set(ratios[:n]) <= {0, 1, 2} and not any(ratios[n:]), "compress_ratios",
-         "layers take 0, 1 or 2 and draft stages 0"),
+        (
+            set(ratios[:n]) <= {0, 1, 2} and not any(ratios[n:]),
+            "compress_ratios",
+            "layers take 0, 1 or 2 and draft stages 0",
+        ),
         (_ascending(kv, n), "kv_source_layer_ids", "must be ascending layer numbers"),
         (_ascending(index, n), "index_source_layer_ids", "must be ascending layer numbers"),
-        (all(ratios[s] for s in (*kv, *index) if s < n), "kv_source_layer_ids",
-         "a source layer has compress_ratio 0"),
+        (
+            all(ratios[s] for s in (*kv, *index) if s < n),
+            "kv_source_layer_ids",
+            "a source layer has compress_ratio 0",
+        ),
         (set(kv) <= set(index), "index_source_layer_ids", "every KV source must also select"),
-        (all(s is not None and ratios[s] == ratios[layer] for layer, s in own.items()),
-         "compress_ratios", "a layer's ratio differs from that of the KV source it reads"),
-        (cand is None or (cand in index and ratios[cand] == 1), "candidate_source_layer_id",
-         "must be an index source of ratio 1"),
-        (cand is None or all(i <= cand or own[i] == own[cand] for i in index),
-         "candidate_source_layer_id", "later index sources must read the same KV source"),
+        (
+            all(s is not None and ratios[s] == ratios[layer] for layer, s in own.items()),
+            "compress_ratios",
+            "a layer's ratio differs from that of the KV source it reads",
+        ),
+        (
+            cand is None or (cand in index and ratios[cand] == 1),
+            "candidate_source_layer_id",
+            "must be an index source of ratio 1",
+        ),
+        (
+            cand is None or all(i <= cand or own[i] == own[cand] for i in index),
+            "candidate_source_layer_id",
+            "later index sources must read the same KV source",
+        ),
     ]
 
 
@@ -388,21 +429,41 @@ def _part_checks(c: ModelConfig) -> list[tuple[bool, str, str]]:
     n, boundary = c.num_hidden_layers, c.boundary_layer
     return [
         (_ascending(c.engram_layer_ids, n), "engram_layer_ids", "must be ascending layer numbers"),
-        (boundary is None or all(e < boundary for e in c.engram_layer_ids), "engram_layer_ids",
-         "Engram layers must lie before the last KV source"),
-        (len(c.engram_num_embeddings) == len(c.engram_layer_ids), "engram_num_embeddings",
-         "needs one entry per Engram layer"),
+        (
+            boundary is None or all(e < boundary for e in c.engram_layer_ids),
+            "engram_layer_ids",
+            "Engram layers must lie before the last KV source",
+        ),
+        (
+            len(c.engram_num_embeddings) == len(c.engram_layer_ids),
+            "engram_num_embeddings",
+            "needs one entry per Engram layer",
+        ),
         (c.engram_head_dim % FP8_BLOCK == 0, "engram_head_dim", f"not a multiple of {FP8_BLOCK}"),
-        (c.engram_compressed_vocab_size <= c.vocab_size, "engram_compressed_vocab_size",
-         "larger than vocab_size"),
-        (not c.num_nextn_predict_layers or len(c.dspark_target_layer_ids) > 0,
-         "dspark_target_layer_ids", "a drafter needs at least one target layer"),
-        (_ascending(c.dspark_target_layer_ids, n), "dspark_target_layer_ids",
-         "must be ascending layer numbers"),
-        (c.dspark_num_experts_per_tok <= c.dspark_n_routed_experts, "dspark_num_experts_per_tok",
-         "more than dspark_n_routed_experts"),
-        *[(getattr(c, name) < c.vocab_size, name, "not below vocab_size")
-          for name in ("dspark_noise_token_id", "engram_pad_token_id")],
+        (
+            c.engram_compressed_vocab_size <= c.vocab_size,
+            "engram_compressed_vocab_size",
+            "larger than vocab_size",
+        ),
+        (
+            not c.num_nextn_predict_layers or len(c.dspark_target_layer_ids) > 0,
+            "dspark_target_layer_ids",
+            "a drafter needs at least one target layer",
+        ),
+        (
+            _ascending(c.dspark_target_layer_ids, n),
+            "dspark_target_layer_ids",
+            "must be ascending layer numbers",
+        ),
+        (
+            c.dspark_num_experts_per_tok <= c.dspark_n_routed_experts,
+            "dspark_num_experts_per_tok",
+            "more than dspark_n_routed_experts",
+        ),
+        *[
+            (getattr(c, name) < c.vocab_size, name, "not below vocab_size")
+            for name in ("dspark_noise_token_id", "engram_pad_token_id")
+        ],
     ]
 
 

@@ -1,6 +1,7 @@
 """What is rounded where: the checkpoint's own arithmetic, or none of its quantisers."""
 
 import enum
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,9 +13,10 @@ from ds41jax.formats.quantized import Format, QuantizedArray, decode, encode
 class Numerics(enum.Enum):
     """Static choice of arithmetic, passed to every function of the model.
 
-    REFERENCE rounds as the official implementation does: activations between operations are bfloat16,
-    inputs of quantised products FP8, caches FP8 and FP4. FLOAT32 switches every activation and cache
-    quantiser and every rounding off; weights keep their stored values. It is not a mode of the official
+    REFERENCE rounds as the official implementation does: activations between operations are
+    bfloat16, inputs of quantised products FP8, caches FP8 and FP4. FLOAT32 switches every
+    activation and cache quantiser and every rounding off; weights keep their stored values. It is
+    not a mode of the official
     code: it is continuous, so it shows wiring errors that quantisation noise would hide.
     """
 
@@ -47,6 +49,6 @@ class Numerics(enum.Enum):
         return values(self.quantize(x, format))
 
 
-def values(x: QuantizedArray | jax.Array) -> jax.Array:
+def values(x: Any) -> Any:
     """Float32 values of an array that may be quantised."""
     return decode(x) if isinstance(x, QuantizedArray) else x.astype(jnp.float32)

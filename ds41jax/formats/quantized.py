@@ -1,7 +1,7 @@
 """The checkpoint's and the caches' number formats: encode, decode, packing, `QuantizedArray`.
 
-Every function takes numpy or jax arrays and returns the same kind, with equal bits. The rules are those
-of the official quantisers (`inference/kernel.py`: act_quant, fp4_act_quant):
+Every function takes numpy or jax arrays and returns the same kind, with equal bits. The rules are
+those of the official quantisers (`inference/kernel.py`: act_quant, fp4_act_quant):
 
   format      value          group             scale
   FP8_GROUP   E4M3           32 columns        2^ceil(log2(max(amax, 1e-4) / 448)), E8M0
@@ -9,10 +9,12 @@ of the official quantisers (`inference/kernel.py`: act_quant, fp4_act_quant):
   MXFP4       E2M1, packed   32 columns        2^ceil(log2(max(amax, 6 * 2^-126) / 6)), E8M0
   KV_FP4      E2M1, packed   16 columns        e4m3(max(amax, 6 * 2^-9) / 6)
 
-E2M1 pairs are packed along columns: the even column in the low nibble. Rounding is to nearest, ties to the
-even code. E8M0 scales are held as uint8 exponents biased by 127: Triton cannot parse the dtype itself.
+E2M1 pairs are packed along columns: the even column in the low nibble. Rounding is to nearest, ties
+to the even code. E8M0 scales are held as uint8 exponents biased by 127: Triton cannot parse the
+dtype itself.
 """
 
+import dataclasses
 import enum
 from types import ModuleType
 from typing import Any
@@ -55,7 +57,8 @@ class QuantizedArray:
     """Codes and scales of a matrix (or a stack of them), never widened in device memory.
 
     Attributes:
-      codes: [..., rows, columns] float8_e4m3fn, or [..., rows, columns / 2] uint8 for packed formats.
+      codes: [..., rows, columns] float8_e4m3fn, or [..., rows, columns / 2] uint8 for packed
+        formats.
       scales: one per group, [..., rows, columns / group]; for FP8_BLOCK [..., ceil(rows / 32),
         ceil(columns / 32)]. uint8 (E8M0), or float8_e4m3fn for KV_FP4.
       layer: None, or an index into the first axis: the array then stands for that one entry of its
@@ -81,11 +84,11 @@ class QuantizedArray:
 
     def map(self, function: Any) -> "QuantizedArray":
         """Applies an indexing or reshaping function of leading axes to codes and scales alike."""
-        return self.replace(codes=function(self.codes), scales=function(self.scales))
+        return dataclasses.replace(self, codes=function(self.codes), scales=function(self.scales))
 
     def at_layer(self, layer: Any) -> "QuantizedArray":
         """The entry `layer` of a stack, without moving data."""
-        return self.replace(layer=layer)
+        return dataclasses.replace(self, layer=layer)
 
 
 def _xp(x: Array) -> ModuleType:
@@ -126,7 +129,7 @@ def encode_e2m1(x: Array) -> Array:
 
 
 def decode_e2m1(codes: Array) -> Array:
-    """Values of E2M1 codes (uint8, 0..15) as float32, from bits: no table, so it also runs in kernels."""
+    """Values of E2M1 codes (uint8, 0..15) as float32, from bits: a GPU kernel has no table."""
     c = codes.astype(np.int32)
     exponent, mantissa = (c >> 1) & 3, c & 1
     normal = ((exponent + 126) << 23) | (mantissa << 22)

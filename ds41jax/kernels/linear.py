@@ -1,8 +1,8 @@
 """Matrix products of the dense weights: what is quantised, accumulated and rounded where.
 
-Weights are [out, in]; products accumulate in float32. The official FP8 product adds float32 partial sums of
-32-wide blocks in K order; codes times power-of-two scales are exact in float32, so only the order of the
-same sum differs here.
+Weights are [out, in]; products accumulate in float32. The official FP8 product adds float32 partial
+sums of 32-wide blocks in K order; codes times power-of-two scales are exact in float32, so only the
+order of the same sum differs here.
 """
 
 import jax
@@ -15,8 +15,11 @@ from ds41jax.formats import Format, Numerics
 def dot(x: jax.Array, w: jax.Array) -> jax.Array:
     """[..., in] by [out, in] -> [..., out] in float32, at full precision."""
     return lax.dot_general(
-        x.astype(jnp.float32), w.astype(jnp.float32), (((x.ndim - 1,), (w.ndim - 1,)), ((), ())),
-        precision=lax.Precision.HIGHEST, preferred_element_type=jnp.float32,
+        x.astype(jnp.float32),
+        w.astype(jnp.float32),
+        (((x.ndim - 1,), (w.ndim - 1,)), ((), ())),
+        precision=lax.Precision.HIGHEST,
+        preferred_element_type=jnp.float32,
     )
 
 
@@ -26,12 +29,17 @@ def linear(x: jax.Array, w: jax.Array, numerics: Numerics) -> jax.Array:
 
 
 def quantized_linear(x: jax.Array, w: jax.Array, numerics: Numerics) -> jax.Array:
-    """A product with a quantised weight, given as its float32 values; its input is quantised to FP8."""
+    """A product with a quantised weight, given as its values; the input is quantised to FP8."""
     return numerics.round(dot(numerics.fake_quantize(x, Format.FP8_GROUP), w))
 
 
 def grouped_linear(x: jax.Array, w: jax.Array, numerics: Numerics) -> jax.Array:
-    """Block-diagonal product: x [..., groups, in], w [groups, out, in] -> [..., groups, out]; input as is."""
-    product = jnp.einsum("...gd,grd->...gr", x.astype(jnp.float32), w,
-                         precision=lax.Precision.HIGHEST, preferred_element_type=jnp.float32)
+    """Block-diagonal product: x [..., G, in] by w [G, out, in] -> [..., G, out]; input as is."""
+    product = jnp.einsum(
+        "...gd,grd->...gr",
+        x.astype(jnp.float32),
+        w,
+        precision=lax.Precision.HIGHEST,
+        preferred_element_type=jnp.float32,
+    )
     return numerics.round(product)

@@ -1,8 +1,8 @@
 """Row independence on the jnp path: every row-wise computation runs in tiles of one fixed size.
 
-A plain dot in XLA's CPU backend changes a row's bits with the number of rows beside it. Here each tile is the
-same computation on the same shapes whatever the step holds, so a row's result depends on that row alone
-(design invariant 2), at the cost of a padded last tile.
+A plain dot in XLA's CPU backend changes a row's bits with the number of rows beside it. Here each
+tile is the same computation on the same shapes whatever the step holds, so a row's result depends
+on that row alone (design invariant 2), at the cost of a padded last tile.
 """
 
 from collections.abc import Callable
@@ -21,8 +21,8 @@ def map_rows(function: Callable[..., T], *rows: Any, tile: int = ROW_TILE) -> T:
     """Applies `function` to tiles of rows.
 
     Args:
-      function: takes arrays (or trees of them) of `tile` rows, returns a tree of `tile`-row arrays, and
-        treats every row alike and apart. What it closes over is shared by all rows.
+      function: takes arrays (or trees of them) of `tile` rows, returns a tree of `tile`-row arrays,
+        and treats every row alike and apart. What it closes over is shared by all rows.
       *rows: trees of arrays with the same number of rows on their first axis.
       tile: rows a tile; part of a result's identity, so never chosen by the number of rows.
 
@@ -30,7 +30,9 @@ def map_rows(function: Callable[..., T], *rows: Any, tile: int = ROW_TILE) -> T:
       The results with the rows' first axis restored.
     """
     count = jax.tree.leaves(rows)[0].shape[0]
-    tiles = max(2, -(-count // tile))  # XLA inlines a loop of one trip, which can change its fusions
+    tiles = max(
+        2, -(-count // tile)
+    )  # XLA inlines a loop of one trip, which can change its fusions
 
     def split(x: jax.Array) -> jax.Array:
         padded = jnp.pad(x, [(0, tiles * tile - count)] + [(0, 0)] * (x.ndim - 1))

@@ -10,7 +10,8 @@ from ds41jax.formats import Numerics
 def rms_norm(x: jax.Array, weight: jax.Array, eps: float, numerics: Numerics) -> jax.Array:
     """weight * x / sqrt(mean(x^2) + eps) over the last axis, in float32, rounded once.
 
-    With the text model's eps of 1e-20 a row of zeros stays zero and tiny rows are scaled up in full.
+    With the text model's eps of 1e-20 a row of zeros stays zero and tiny rows are scaled up in
+    full.
     """
     x = x.astype(jnp.float32)
     scale = lax.rsqrt(jnp.mean(jnp.square(x), axis=-1, keepdims=True) + eps)

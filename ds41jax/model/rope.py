@@ -1,4 +1,4 @@
-"""Rotary positions: plain for window-only layers and the drafter, YaRN for layers with global KV."""
+"""Rotary positions: plain for window-only layers and the drafter, YaRN with global KV."""
 
 import math
 
@@ -13,8 +13,9 @@ from ds41jax.formats import Numerics
 def inverse_frequencies(dim: int, theta: float, yarn: YarnConfig | None) -> np.ndarray:
     """[dim / 2] float32 frequencies, computed on the host.
 
-    One float32 ulp of a frequency is 0.06 rad at position 10^6, so the order of operations is that of the
-    official `precompute_freqs_cis`, with its power correctly rounded (numpy's float32 power is not).
+    One float32 ulp of a frequency is 0.06 rad at position 10^6, so the order of operations is that
+    of the official `precompute_freqs_cis`, with its power correctly rounded (numpy's float32 power
+    is not).
     """
     exponent = np.arange(0, dim, 2, dtype=np.float32) / np.float32(dim)
     power = np.power(float(theta), exponent.astype(np.float64)).astype(np.float32)
@@ -22,13 +23,16 @@ def inverse_frequencies(dim: int, theta: float, yarn: YarnConfig | None) -> np.n
     if yarn is None:
         return frequencies
     low, high = yarn_bounds(dim, theta, yarn)
-    ramp = (np.arange(dim // 2, dtype=np.float32) - np.float32(low)) / np.float32(max(high - low, 1e-3))
+    ramp = (np.arange(dim // 2, dtype=np.float32) - np.float32(low)) / np.float32(
+        max(high - low, 1e-3)
+    )
     smooth = np.float32(1) - np.clip(ramp, 0, 1)
     return frequencies / np.float32(yarn.factor) * (1 - smooth) + frequencies * smooth
 
 
 def yarn_bounds(dim: int, theta: float, yarn: YarnConfig) -> tuple[int, int]:
     """First and last dimension pair of the blend between kept and interpolated frequencies."""
+
     def pair(rotations: float) -> float:
         ratio = yarn.original_max_position_embeddings / (rotations * 2 * math.pi)
         return dim * math.log(ratio) / (2 * math.log(theta))
@@ -43,8 +47,13 @@ def layer_frequencies(config: ModelConfig, compressed: bool) -> np.ndarray:
     return inverse_frequencies(config.qk_rope_head_dim, config.rope_theta, None)
 
 
-def rotate(x: jax.Array, positions: jax.Array, frequencies: np.ndarray, numerics: Numerics,
-           inverse: bool = False) -> jax.Array:
+def rotate(
+    x: jax.Array,
+    positions: jax.Array,
+    frequencies: np.ndarray,
+    numerics: Numerics,
+    inverse: bool = False,
+) -> jax.Array:
     """Rotates the last 2 * len(frequencies) columns of x, adjacent pairs, by position * frequency.
 
     Args:

@@ -1,8 +1,8 @@
 """`TensorSpec`: the one declaration of every weight, from which all else about it is derived.
 
-Each mechanism's file declares its weights as a dataclass and a function that fills it with specs. Abstract
-shapes, the checkpoint's table of names, the loader, the writer and random initialisation are tree maps
-over those specs.
+Each mechanism's file declares its weights as a dataclass and a function that fills it with specs.
+Abstract shapes, the checkpoint's table of names, the loader, the writer and random initialisation
+are tree maps over those specs.
 """
 
 import itertools
@@ -18,8 +18,13 @@ from ds41jax.formats import Format, QuantizedArray
 
 StorageFormat = str | Format  # "f32", "bf16" or a quantised format
 
-_SAFETENSORS_DTYPES = {"f32": "F32", "bf16": "BF16", Format.FP8_BLOCK: "F8_E4M3", Format.MXFP4: "I8",
-                       Format.FP8_GROUP: "F8_E4M3"}
+_SAFETENSORS_DTYPES = {
+    "f32": "F32",
+    "bf16": "BF16",
+    Format.FP8_BLOCK: "F8_E4M3",
+    Format.MXFP4: "I8",
+    Format.FP8_GROUP: "F8_E4M3",
+}
 _PLAIN_DTYPES = {"f32": np.dtype(np.float32), "bf16": np.dtype(jnp.bfloat16)}
 
 
@@ -99,7 +104,8 @@ def spec(name: str, shape: tuple[int, ...], format: StorageFormat, **stack: Any)
 
 
 def at_layer(weights: Any, layer: Any) -> Any:
-    """Entry `layer` of every stacked weight in a tree; quantised ones are not moved, only pointed at."""
+    """Entry `layer` of every stacked weight; quantised ones are only pointed at, not moved."""
+
     def take(leaf: Any) -> Any:
         return leaf.at_layer(layer) if isinstance(leaf, QuantizedArray) else leaf[layer]
 
