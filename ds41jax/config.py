@@ -160,16 +160,42 @@ class ModelConfig:
         """The last KV source, where bounded prefill stops running all rows; None without one."""
         return self.kv_source_layer_ids[-1] if self.kv_source_layer_ids else None
 
-    def kv_source_of(self, layer: int) -> int | None:
-        """Index into `kv_source_layer_ids` of the cache that `layer` reads; None if window only."""
-        if self.compress_ratios[layer] == 0:
-            return None
-        return max(i for i, s in enumerate(self.kv_source_layer_ids) if s <= layer)
+    @cached_property
+    def kv_source_index(self) -> tuple[int, ...]:
+        """Per layer, which of `kv_source_layer_ids` it reads; -1 if window only."""
+        return tuple(
+            max(i for i, s in enumerate(self.kv_source_layer_ids) if s <= layer) if ratio else -1
+            for layer, ratio in enumerate(self.compress_ratios[: self.num_hidden_layers])
+        )
+
+    @cached_property
+    def index_source_index(self) -> tuple[int, ...]:
+        """Per layer, its place in `index_source_layer_ids`; -1 if it selects nothing itself."""
+        return self._places(self.index_source_layer_ids)
+
+    @cached_property
+    def engram_index(self) -> tuple[int, ...]:
+        """Per layer, its place in `engram_layer_ids`; -1 if it has no Engram."""
+        return self._places(self.engram_layer_ids)
+
+    @cached_property
+    def tap_index(self) -> tuple[int, ...]:
+        """Per layer, its place in `dspark_target_layer_ids`; -1 if the drafter does not see it."""
+        return self._places(self.dspark_target_layer_ids)
+
+    def _places(self, ids: tuple[int, ...]) -> tuple[int, ...]:
+        return tuple(ids.index(n) if n in ids else -1 for n in range(self.num_hidden_layers))
 
     @cached_property
     def source_ratios(self) -> tuple[int, ...]:
         """Tokens per row of each KV source."""
         return tuple(self.compress_ratios[layer] for layer in self.kv_source_layer_ids)
+
+    @cached_property
+    def pair_index(self) -> tuple[int, ...]:
+        """Per KV source, its place among the paired ones; -1 if it takes every token."""
+        paired = self.paired_sources
+        return tuple(paired.index(i) if i in paired else -1 for i in range(len(self.source_ratios)))
 
     @cached_property
     def paired_sources(self) -> tuple[int, ...]:

@@ -110,3 +110,8 @@ def at_layer(weights: Any, layer: Any) -> Any:
         return leaf.at_layer(layer) if isinstance(leaf, QuantizedArray) else leaf[layer]
 
     return jax.tree.map(take, weights, is_leaf=lambda leaf: isinstance(leaf, QuantizedArray))
+
+
+def lookup(table: tuple[int, ...], index: Any) -> Any:
+    """table[index] for an index that may be traced."""
+    return table[index] if isinstance(index, int) else jnp.asarray(table, jnp.int32)[index]

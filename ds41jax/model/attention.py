@@ -1,0 +1,178 @@
+"""One attention layer: window rows of its own, global rows of its KV source, output projection.
+
+Keys and values are one shared latent. Only the low-rank query is normalised. The output is rotated
+back before the grouped projection.
+
+Letters: T rows, H heads, D head width, W window, K selected global rows, G output groups.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+
+from ds41jax.config import ModelConfig
+from ds41jax.formats import Format, Numerics, QuantizedArray, values
+from ds41jax.kernels.linear import grouped_linear, quantized_linear
+from ds41jax.kernels.rows import map_rows
+from ds41jax.kernels.sparse_attention import sparse_attention
+from ds41jax.model.norm import rms_norm
+from ds41jax.model.rope import layer_frequencies, rotate
+from ds41jax.model.state import PAGE_ROWS, KVState, Rows, StepBatch
+from ds41jax.model.tensors import spec
+
+
+@struct.dataclass
+class AttentionWeights:
+    attn_sink: jax.Array  # [H]
+    wq_a: QuantizedArray  # [q_lora_rank, hidden]
+    q_norm: jax.Array  # [q_lora_rank]
+    wq_b: QuantizedArray  # [H * D, q_lora_rank]
+    wkv: QuantizedArray  # [D, hidden]
+    kv_norm: jax.Array  # [D]
+    wo_a: QuantizedArray  # [G * o_lora_rank, H * D / G]
+    wo_b: QuantizedArray  # [hidden, G * o_lora_rank]
+
+
+def attention_specs(config: ModelConfig, prefix: str, layers: tuple[int, ...]) -> AttentionWeights:
+    """`prefix` is "layers.{i}.attn" or "mtp.{i}.attn"."""
+    hidden, width, q_rank = config.hidden_size, config.head_dim, config.q_lora_rank
+    heads, groups, o_rank = config.num_attention_heads, config.o_groups, config.o_lora_rank
+    fp8: Any = {"format": Format.FP8_BLOCK, "layers": layers}
+    return AttentionWeights(
+        attn_sink=spec(f"{prefix}.attn_sink", (heads,), "f32", layers=layers),
+        wq_a=spec(f"{prefix}.wq_a.weight", (q_rank, hidden), **fp8),
+        q_norm=spec(f"{prefix}.q_norm.weight", (q_rank,), "bf16", layers=layers),
+        wq_b=spec(f"{prefix}.wq_b.weight", (heads * width, q_rank), **fp8),
+        wkv=spec(f"{prefix}.wkv.weight", (width, hidden), **fp8),
+        kv_norm=spec(f"{prefix}.kv_norm.weight", (width,), "bf16", layers=layers),
+        wo_a=spec(f"{prefix}.wo_a.weight", (groups * o_rank, heads * width // groups), **fp8),
+        wo_b=spec(f"{prefix}.wo_b.weight", (hidden, groups * o_rank), **fp8),
+    )
+
+
+def window_rows(
+    x: jax.Array,
+    positions: jax.Array,
+    weights: AttentionWeights,
+    compressed: bool,
+    config: ModelConfig,
+    numerics: Numerics,
+) -> Rows:
+    """The layer's own key-value rows [T, D] of x [T, hidden], rotated and quantised for storage."""
+    wkv, norm = values(weights.wkv), weights.kv_norm
+    frequencies = layer_frequencies(config, compressed)
+
+    def tile(x: jax.Array, positions: jax.Array) -> Rows:
+        kv = rms_norm(quantized_linear(x, wkv, numerics), norm, config.rms_norm_eps, numerics)
+        return numerics.quantize(rotate(kv, positions, frequencies, numerics), Format.FP8_GROUP)
+
+    return map_rows(tile, x, positions)
+
+
+def queries(
+    x: jax.Array,
+    positions: jax.Array,
+    weights: AttentionWeights,
+    compressed: bool,
+    config: ModelConfig,
+    numerics: Numerics,
+) -> tuple[jax.Array, jax.Array]:
+    """The normalised low-rank query [T, q_lora_rank] and the rotated queries [T, H, D]."""
+    wq_a, wq_b, norm = values(weights.wq_a), values(weights.wq_b), weights.q_norm
+    frequencies = layer_frequencies(config, compressed)
+
+    def tile(x: jax.Array, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
+        latent = quantized_linear(x, wq_a, numerics)
+        latent = rms_norm(latent, norm, config.rms_norm_eps, numerics)
+        q = quantized_linear(latent, wq_b, numerics)
+        q = q.reshape(-1, config.num_attention_heads, config.head_dim)
+        return latent, rotate(q, positions, frequencies, numerics)
+
+    return map_rows(tile, x, positions)
+
+
+def window_index(batch: StepBatch, floor: jax.Array, window: int, ring: int) -> jax.Array:
+    """Where a row's window lies in `ring_and_step_rows`: [T, W], oldest first, -1 where none.
+
+    Rows before the step come from the ring, the others from the step itself, which may be longer
+    than the ring.
+
+    Args:
+      floor: [S] positions below which no window row exists.
+      window: W.
+      ring: rows of a slot's ring.
+    """
+    rows = jnp.arange(batch.positions.shape[0])[:, None]
+    age = jnp.arange(window - 1, -1, -1)[None, :]
+    positions = batch.positions[:, None] - age
+    in_step = positions >= batch.per_row(batch.starts)[:, None]
+    slots = batch.starts.shape[0]
+    stored = batch.slots[:, None] * ring + positions % ring
+    index = jnp.where(in_step, slots * ring + rows - age, stored)
+    lowest = jnp.maximum(batch.per_row(floor), 0)[:, None]
+    return jnp.where((positions >= lowest) & batch.is_row[:, None], index, -1)
+
+
+def ring_and_step_rows(ring: Rows, layer: jax.Array | int, step: Rows) -> Rows:
+    """One layer's ring [S, R, D] flattened, followed by the step's rows [T, D]."""
+
+    def join(ring: jax.Array, step: jax.Array) -> jax.Array:
+        stored = ring[layer]
+        return jnp.concatenate([stored.reshape(-1, stored.shape[-1]), step])
+
+    return jax.tree.map(join, ring, step)
+
+
+def global_index(selected: jax.Array, batch: StepBatch, source: jax.Array | int) -> jax.Array:
+    """Pool rows [T, K] of a sequence's selected global rows [T, K]; -1 stays -1."""
+    table = batch.page_tables[source][jnp.minimum(batch.slots, batch.starts.shape[0] - 1)]
+    page = jnp.take_along_axis(table, jnp.maximum(selected, 0) // PAGE_ROWS, axis=1)
+    valid = (selected >= 0) & batch.is_row[:, None]
+    return jnp.where(valid, page * PAGE_ROWS + selected % PAGE_ROWS, -1)
+
+
+def pool_rows(state: KVState) -> Rows:
+    """The page pool as one list of rows [P * PAGE_ROWS, D]."""
+    return jax.tree.map(lambda x: x.reshape(-1, x.shape[-1]), state.pages)
+
+
+def attend(
+    q: jax.Array,
+    positions: jax.Array,
+    sources: tuple[tuple[Rows, jax.Array], ...],
+    weights: AttentionWeights,
+    compressed: bool,
+    config: ModelConfig,
+    numerics: Numerics,
+) -> jax.Array:
+    """Attention over the given rows, and the output projection: q [T, H, D] -> [T, hidden]."""
+    scale = config.head_dim**-0.5
+    out = sparse_attention(q, sources, weights.attn_sink, scale, numerics)
+    return project_output(out, positions, weights, compressed, config, numerics)
+
+
+def project_output(
+    out: jax.Array,
+    positions: jax.Array,
+    weights: AttentionWeights,
+    compressed: bool,
+    config: ModelConfig,
+    numerics: Numerics,
+) -> jax.Array:
+    """Rotates heads [T, H, D] back and projects them, by groups and then together, to [T, hidden].
+
+    `wo_a` is used at full precision with its input as is; only `wo_b`'s input is quantised.
+    """
+    frequencies = layer_frequencies(config, compressed)
+    groups, rank = config.o_groups, config.o_lora_rank
+    wo_a = values(weights.wo_a).reshape(groups, rank, -1)
+    wo_b = values(weights.wo_b)
+
+    def tile(out: jax.Array, positions: jax.Array) -> jax.Array:
+        out = rotate(out, positions, frequencies, numerics, inverse=True)
+        latent = grouped_linear(out.reshape(out.shape[0], groups, -1), wo_a, numerics)
+        return quantized_linear(latent.reshape(out.shape[0], -1), wo_b, numerics)
+
+    return map_rows(tile, out, positions)

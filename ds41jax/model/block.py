@@ -1,0 +1,112 @@
+"""One transformer block: attention and experts between hyper-connections."""
+
+from collections.abc import Callable
+
+import jax
+from flax import struct
+
+from ds41jax.config import ModelConfig
+from ds41jax.formats import Numerics
+from ds41jax.kernels.rows import map_rows
+from ds41jax.model.attention import AttentionWeights, attention_specs
+from ds41jax.model.hyper_connections import (
+    MixWeights,
+    collapse,
+    expand,
+    mix_specs,
+    split_mixes,
+    stream_mixes,
+)
+from ds41jax.model.moe import MoeWeights, moe, moe_specs
+from ds41jax.model.norm import rms_norm
+from ds41jax.model.tensors import spec
+
+Attend = Callable[[jax.Array], jax.Array]
+
+
+@struct.dataclass
+class BlockWeights:
+    """What every backbone layer and draft stage has, stacked."""
+
+    attn: AttentionWeights
+    attn_norm: jax.Array
+    ffn: MoeWeights
+    ffn_norm: jax.Array
+    hc_attn: MixWeights
+    hc_ffn: MixWeights
+
+
+def block_specs(
+    config: ModelConfig, prefix: str, layers: tuple[int, ...], num_experts: int
+) -> BlockWeights:
+    """`prefix` is "layers.{i}" or "mtp.{i}"."""
+    d = config.hidden_size
+    return BlockWeights(
+        attn=attention_specs(config, f"{prefix}.attn", layers),
+        attn_norm=spec(f"{prefix}.attn_norm.weight", (d,), "bf16", layers=layers),
+        ffn=moe_specs(config, f"{prefix}.ffn", layers, num_experts),
+        ffn_norm=spec(f"{prefix}.ffn_norm.weight", (d,), "bf16", layers=layers),
+        hc_attn=mix_specs(config, f"{prefix}.hc_attn", layers),
+        hc_ffn=mix_specs(config, f"{prefix}.hc_ffn", layers),
+    )
+
+
+def attention_input(
+    stream: jax.Array,
+    pre: jax.Array,
+    weights: BlockWeights,
+    config: ModelConfig,
+    numerics: Numerics,
+) -> jax.Array:
+    """The normalised input [T, D] of a block's attention, of streams [T, S, D] and pre [T, S]."""
+
+    def tile(stream: jax.Array, pre: jax.Array) -> jax.Array:
+        x = collapse(stream, pre, numerics)
+        return rms_norm(x, weights.attn_norm, config.rms_norm_eps, numerics)
+
+    return map_rows(tile, stream, pre)
+
+
+def block(
+    stream: jax.Array,
+    pre: jax.Array,
+    is_image: jax.Array,
+    attend: Attend,
+    weights: BlockWeights,
+    num_experts_per_tok: int,
+    config: ModelConfig,
+    numerics: Numerics,
+) -> tuple[jax.Array, jax.Array]:
+    """Runs one block.
+
+    Args:
+      stream: [T, S, D] residual streams.
+      pre: [T, S] collapse weights left by the sub-layer before.
+      is_image: [T] bool.
+      attend: the attention of this block, [T, D] -> [T, D].
+      weights: of one layer.
+
+    Returns:
+      The streams after the block, and the collapse weights for the sub-layer that follows.
+    """
+
+    def mix_attention(stream: jax.Array) -> tuple[jax.Array, ...]:
+        mixes = stream_mixes(stream, weights.hc_attn, config)
+        return split_mixes(mixes, weights.hc_attn, config)
+
+    def between(
+        stream: jax.Array, output: jax.Array, pre: jax.Array, post: jax.Array, comb: jax.Array
+    ) -> tuple[jax.Array, ...]:
+        stream = expand(output, stream, post, comb, numerics)
+        mixes = stream_mixes(stream, weights.hc_ffn, config)
+        x = collapse(stream, pre, numerics)
+        x = rms_norm(x, weights.ffn_norm, config.rms_norm_eps, numerics)
+        return stream, x, *split_mixes(mixes, weights.hc_ffn, config)
+
+    x = attention_input(stream, pre, weights, config, numerics)
+    attn_pre, post, comb = map_rows(mix_attention, stream)
+    output = attend(x)
+    stream, x, ffn_pre, post, comb = map_rows(between, stream, output, attn_pre, post, comb)
+    output = moe(x, is_image, weights.ffn, num_experts_per_tok, config, numerics)
+    stream = map_rows(lambda o, s, p, c: expand(o, s, p, c, numerics), output, stream, post, comb)
+    return stream, ffn_pre

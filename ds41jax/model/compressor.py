@@ -1,0 +1,138 @@
+"""Global KV: the latent that a KV source writes for every one or two tokens, and its index key.
+
+A paired source (ratio 2) pools two tokens with a gate: its first half waits in the carry until the
+second arrives. The latent's position is that of the first token of its group. The index key is made
+from the latent before rotation and quantisation.
+
+Letters: T rows, D head width, H hidden size, I index key width.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+
+from ds41jax.config import ModelConfig
+from ds41jax.formats import Format, Numerics, values
+from ds41jax.kernels.linear import dot, linear
+from ds41jax.kernels.rows import map_rows
+from ds41jax.model.norm import rms_norm
+from ds41jax.model.rope import layer_frequencies, rotate
+from ds41jax.model.state import CARRY_PAIRS, PAGE_ROWS, KVState, StepBatch, write_pages
+from ds41jax.model.tensors import lookup, spec
+
+
+@struct.dataclass
+class CompressorWeights:
+    """Stacked over the KV sources, `wgate` over the paired ones."""
+
+    wkv: jax.Array  # [D, H]
+    wgate: jax.Array  # [D, H]
+    norm: jax.Array  # [D]
+    wk: jax.Array  # [I, D]
+    k_norm: jax.Array  # [I]
+
+
+def compressor_specs(config: ModelConfig) -> CompressorWeights:
+    d, h, i = config.head_dim, config.hidden_size, config.index_head_dim
+    sources = config.kv_source_layer_ids
+    paired = tuple(sources[s] for s in config.paired_sources)
+    prefix = "layers.{i}.attn"
+    return CompressorWeights(
+        wkv=spec(f"{prefix}.compressor.wkv.weight", (d, h), "bf16", layers=sources),
+        wgate=spec(f"{prefix}.compressor.wgate.weight", (d, h), "bf16", layers=paired),
+        norm=spec(f"{prefix}.compressor.norm.weight", (d,), "bf16", layers=sources),
+        wk=spec(f"{prefix}.indexer.wk.weight", (i, d), "bf16", layers=sources),
+        k_norm=spec(f"{prefix}.indexer.k_norm.weight", (i,), "bf16", layers=sources),
+    )
+
+
+def publish(
+    x: jax.Array,
+    weights: CompressorWeights,
+    source: jax.Array | int,
+    ratio: int,
+    state: KVState,
+    batch: StepBatch,
+    config: ModelConfig,
+    numerics: Numerics,
+) -> KVState:
+    """Writes the global rows and index keys that rows x [T, H] of KV source `source` complete."""
+    if ratio == 1:
+        wkv = weights.wkv[source]
+        pooled = map_rows(lambda x: linear(x, wkv, numerics), x)
+        complete = jnp.ones_like(batch.is_row)
+    else:
+        pooled, state = _pool_pairs(x, weights, source, state, batch, config, numerics)
+        complete = batch.positions % 2 == 1
+    groups = batch.positions // ratio
+    rows, keys = _latent_rows(pooled, groups * ratio, weights, source, config, numerics)
+    complete &= batch.is_row & (batch.positions >= batch.per_row(batch.global_floor))
+    table = batch.page_tables[source]
+    page = table[jnp.minimum(batch.slots, table.shape[0] - 1), groups // PAGE_ROWS]
+    pool = jax.tree.leaves(state.pages)[0].shape[0]
+    page = jnp.where(complete, page, pool)
+    return state.replace(  # type: ignore[attr-defined]
+        pages=write_pages(state.pages, page, groups % PAGE_ROWS, rows),
+        index_pages=write_pages(state.index_pages, page, groups % PAGE_ROWS, keys),
+    )
+
+
+def _pool_pairs(
+    x: jax.Array,
+    weights: CompressorWeights,
+    source: jax.Array | int,
+    state: KVState,
+    batch: StepBatch,
+    config: ModelConfig,
+    numerics: Numerics,
+) -> tuple[jax.Array, KVState]:
+    """Pools each row with its predecessor, from this step or from the carry; [T, D]."""
+    pair = lookup(config.pair_index, source)
+    wkv, wgate = values(weights.wkv[source]), values(weights.wgate[pair])
+    half = map_rows(lambda x: jnp.stack([dot(x, wkv), dot(x, wgate)], axis=1), x)  # [T, 2, D]
+    carry = state.carry[pair]
+    slots = jnp.minimum(batch.slots, carry.shape[0] - 1)
+    carried = carry[slots, (batch.positions - 1) // 2 % CARRY_PAIRS]
+    in_step = batch.positions > batch.per_row(batch.starts)
+    first = jnp.where(in_step[:, None, None], jnp.roll(half, 1, axis=0), carried)
+    pooled = map_rows(lambda a, b: _gated_mean(a, b, numerics), first, half)
+    kept = batch.is_row & (batch.positions % 2 == 0)
+    kept &= batch.positions >= batch.per_row(batch.ends) - 2 * CARRY_PAIRS
+    target = jnp.where(kept, batch.slots, carry.shape[0])
+    carry = state.carry.at[pair, target, batch.positions // 2 % CARRY_PAIRS].set(half, mode="drop")
+    return pooled, state.replace(carry=carry)  # type: ignore[attr-defined]
+
+
+def _gated_mean(first: jax.Array, second: jax.Array, numerics: Numerics) -> jax.Array:
+    """Softmax over the pair's gate scores, per column; halves are [T, 2 (value, score), D]."""
+    pair = jnp.stack([first, second], axis=1)
+    gates = jax.nn.softmax(pair[:, :, 1], axis=1)
+    return numerics.round((pair[:, :, 0] * gates).sum(1))
+
+
+def _latent_rows(
+    pooled: jax.Array,
+    positions: jax.Array,
+    weights: CompressorWeights,
+    source: jax.Array | int,
+    config: ModelConfig,
+    numerics: Numerics,
+) -> tuple[Any, Any]:
+    """Normalised, rotated, quantised global rows [T, D] and index keys [T, I]."""
+    frequencies = layer_frequencies(config, compressed=True)
+    norm, k_norm = weights.norm[source], weights.k_norm[source]
+    wk, eps = values(weights.wk[source]), config.rms_norm_eps
+
+    def tile(pooled: jax.Array, positions: jax.Array) -> tuple[Any, Any]:
+        latent = rms_norm(pooled, norm, eps, numerics)
+        key = rms_norm(linear(latent, wk, numerics), k_norm, eps, numerics)
+        key = rotate(key, positions, frequencies, numerics)
+        latent = rotate(latent, positions, frequencies, numerics)
+        return (
+            numerics.quantize(latent, Format.KV_FP4),
+            numerics.quantize(key, Format.MXFP4),
+        )
+
+    return map_rows(tile, pooled, positions)

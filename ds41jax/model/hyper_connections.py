@@ -1,0 +1,98 @@
+"""Lagged manifold-constrained hyper-connections (mHC): several residual streams, mixed per
+sub-layer.
+
+A sub-layer computes three things from the streams that enter it: `post` and `comb`, which write its
+own output back, and `pre`, which collapses the streams for the *next* sub-layer. The first
+sub-layer collapses with stream 0 alone; the last FFN's `pre` collapses the streams before the head.
+
+Letters: T rows, S streams, D hidden size, M = S * (2 + S) mixes.
+"""
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+from jax import lax
+
+from ds41jax.config import ModelConfig
+from ds41jax.formats import Numerics
+from ds41jax.kernels.linear import dot
+from ds41jax.model.tensors import spec
+
+
+@struct.dataclass
+class MixWeights:
+    """Projection of the flattened streams to the mixes of one sub-layer."""
+
+    fn: jax.Array  # [M, S * D]
+    base: jax.Array  # [M]
+    scale: jax.Array  # [3]: pre, post, comb
+
+
+def mix_specs(config: ModelConfig, prefix: str, layers: tuple[int, ...]) -> MixWeights:
+    m, width = config.num_mixes, config.hc_mult * config.hidden_size
+    return MixWeights(
+        fn=spec(f"{prefix}_fn", (m, width), "f32", layers=layers),
+        base=spec(f"{prefix}_base", (m,), "f32", layers=layers),
+        scale=spec(f"{prefix}_scale", (3,), "f32", layers=layers),
+    )
+
+
+def sinkhorn(logits: jax.Array, iterations: int, eps: float) -> jax.Array:
+    """[..., S, S] logits to a nearly doubly stochastic matrix (reference `hc_split_sinkhorn`).
+
+    Softmax over the last axis, then columns and rows are normalised in turn, columns last.
+    """
+    comb = jax.nn.softmax(logits, axis=-1) + eps
+    comb = comb / (comb.sum(-2, keepdims=True) + eps)
+
+    def normalise(_: jax.Array, comb: jax.Array) -> jax.Array:
+        comb = comb / (comb.sum(-1, keepdims=True) + eps)
+        return comb / (comb.sum(-2, keepdims=True) + eps)
+
+    return lax.fori_loop(0, iterations - 1, normalise, comb)
+
+
+def split_mixes(
+    mixes: jax.Array, weights: MixWeights, config: ModelConfig
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Mixes [T, M] to pre [T, S], post [T, S] and comb [T, S, S], all float32."""
+    s = config.hc_mult
+    scale, base = weights.scale, weights.base
+    pre = jax.nn.sigmoid(mixes[:, :s] * scale[0] + base[:s]) + config.hc_eps
+    post = 2 * jax.nn.sigmoid(mixes[:, s : 2 * s] * scale[1] + base[s : 2 * s])
+    comb = (mixes[:, 2 * s :] * scale[2] + base[2 * s :]).reshape(-1, s, s)
+    return pre, post, sinkhorn(comb, config.hc_sinkhorn_iters, config.hc_eps)
+
+
+def stream_mixes(stream: jax.Array, weights: MixWeights, config: ModelConfig) -> jax.Array:
+    """Streams [T, S, D] to mixes [T, M]: a projection scaled by the row's reciprocal RMS."""
+    flat = stream.reshape(stream.shape[0], -1).astype(jnp.float32)
+    scale = lax.rsqrt(jnp.mean(jnp.square(flat), axis=-1, keepdims=True) + config.rms_norm_eps)
+    return dot(flat, weights.fn) * scale
+
+
+def collapse(stream: jax.Array, pre: jax.Array, numerics: Numerics) -> jax.Array:
+    """Streams [T, S, D] weighted by pre [T, S] to the sub-layer's input [T, D]."""
+    terms = pre[..., None] * stream.astype(jnp.float32)
+    return numerics.round(_sum_in_order(terms, axis=1))
+
+
+def expand(
+    output: jax.Array, stream: jax.Array, post: jax.Array, comb: jax.Array, numerics: Numerics
+) -> jax.Array:
+    """Writes an output [T, D] back: stream k = post[k] * output + sum_j comb[j, k] * stream j."""
+    terms = comb[..., None] * stream.astype(jnp.float32)[:, :, None, :]
+    mixed = _sum_in_order(terms, axis=1)
+    return numerics.round(post[..., None] * output.astype(jnp.float32)[:, None, :] + mixed)
+
+
+def initial_pre(rows: int, config: ModelConfig) -> jax.Array:
+    """The collapse weights of the first sub-layer, [T, S]: stream 0 alone."""
+    return jnp.zeros((rows, config.hc_mult), jnp.float32).at[:, 0].set(1)
+
+
+def _sum_in_order(x: jax.Array, axis: int) -> jax.Array:
+    total, *rest = jnp.moveaxis(x, axis, 0)
+    for term in rest:
+        total = total + term
+    return total

@@ -1,0 +1,160 @@
+"""The indexer: which global rows each query attends to.
+
+An index source scores every visible global row of its KV source with a few light heads and keeps
+the best `index_topk`. The candidate source also keeps the best blocks of rows; later index sources
+choose inside those blocks only. Layers in between reuse the last selection.
+
+Letters: T rows, H index heads, I index width, N rows of a sequence, K selected, B candidate blocks.
+"""
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+from jax import lax
+
+from ds41jax.config import LayerKind, ModelConfig
+from ds41jax.formats import Format, Numerics, QuantizedArray, values
+from ds41jax.kernels.index_select import candidate_blocks, index_scores, top_rows
+from ds41jax.kernels.linear import linear, quantized_linear
+from ds41jax.kernels.rows import map_rows
+from ds41jax.model.rope import layer_frequencies, rotate
+from ds41jax.model.state import PAGE_ROWS, KVState, StepBatch
+from ds41jax.model.tensors import spec
+
+
+@struct.dataclass
+class IndexerWeights:
+    """Stacked over the index sources."""
+
+    wq_b: QuantizedArray  # [H * I, q_lora_rank]
+    weights_proj: jax.Array  # [H, hidden]
+
+
+@struct.dataclass
+class Selection:
+    """What index sources hand on to later layers.
+
+    Attributes:
+      rows: [T, K] int32 global rows of the sequence, ascending, then -1.
+      blocks: [T, B] bool candidate blocks.
+    """
+
+    rows: jax.Array
+    blocks: jax.Array
+
+
+def indexer_specs(config: ModelConfig) -> IndexerWeights:
+    prefix, layers = "layers.{i}.attn.indexer", config.index_source_layer_ids
+    width = config.index_n_heads * config.index_head_dim
+    return IndexerWeights(
+        wq_b=spec(
+            f"{prefix}.wq_b.weight", (width, config.q_lora_rank), Format.FP8_BLOCK, layers=layers
+        ),
+        weights_proj=spec(
+            f"{prefix}.weights_proj.weight",
+            (config.index_n_heads, config.hidden_size),
+            "bf16",
+            layers=layers,
+        ),
+    )
+
+
+def empty_selection(batch: StepBatch, config: ModelConfig) -> Selection:
+    """A selection of nothing, of the shapes that the layers carry."""
+    rows = batch.positions.shape[0]
+    blocks = -(-sequence_rows(batch, 1) // config.candidate_block_size)
+    return Selection(
+        rows=jnp.full((rows, config.index_topk), -1, jnp.int32),
+        blocks=jnp.zeros((rows, blocks), bool),
+    )
+
+
+def sequence_rows(batch: StepBatch, ratio: int) -> int:
+    """Global rows of `ratio` tokens that the page tables can hold for one sequence."""
+    pages = batch.page_tables.shape[-1]
+    return -(-pages // ratio) * PAGE_ROWS
+
+
+def index_queries(
+    x: jax.Array,
+    q_latent: jax.Array,
+    positions: jax.Array,
+    weights: IndexerWeights,
+    config: ModelConfig,
+    numerics: Numerics,
+) -> tuple[jax.Array, jax.Array]:
+    """Quantised index queries [T, H, I] as values, and scaled head weights [T, H].
+
+    Args:
+      x: [T, hidden] attention input; q_latent: [T, q_lora_rank] normalised low-rank query.
+      weights: of one index source.
+    """
+    heads, width = config.index_n_heads, config.index_head_dim
+    wq_b, projection = values(weights.wq_b), values(weights.weights_proj)
+    frequencies = layer_frequencies(config, compressed=True)
+    scale = width**-0.5 * heads**-0.5
+
+    def tile(x: jax.Array, latent: jax.Array, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
+        q = quantized_linear(latent, wq_b, numerics).reshape(-1, heads, width)
+        q = rotate(q, positions, frequencies, numerics)
+        head_weights = linear(x, projection, numerics).astype(jnp.float32) * scale
+        return numerics.fake_quantize(q, Format.MXFP4), numerics.round(head_weights)
+
+    return map_rows(tile, x, q_latent, positions)
+
+
+def sequence_keys(
+    state: KVState, batch: StepBatch, source: jax.Array | int, ratio: int
+) -> jax.Array:
+    """Index keys of every slot's rows, in order, as values: [S, N, I]."""
+    pages = sequence_rows(batch, ratio) // PAGE_ROWS
+    table = batch.page_tables[source][:, :pages]
+    keys = values(jax.tree.map(lambda x: x[table], state.index_pages))
+    return keys.reshape(table.shape[0], pages * PAGE_ROWS, -1)
+
+
+def select(
+    q: jax.Array,
+    head_weights: jax.Array,
+    keys: jax.Array,
+    batch: StepBatch,
+    selection: Selection,
+    kind: LayerKind,
+    config: ModelConfig,
+    numerics: Numerics,
+) -> tuple[Selection, jax.Array]:
+    """Scores and selects one row at a time, so that long contexts stay small in memory.
+
+    Args:
+      q: [T, H, I]; head_weights: [T, H]; keys: [S, N, I].
+      selection: of earlier layers; its blocks bound this one if `kind.uses_candidates`.
+
+    Returns:
+      The new selection, and the scores [T, N] (-inf where not visible) for those who look inside.
+    """
+    n, block = keys.shape[1], config.candidate_block_size
+
+    def one(
+        q: jax.Array,
+        head_weights: jax.Array,
+        slot: jax.Array,
+        position: jax.Array,
+        blocks: jax.Array,
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        visible = (position[0] + 1) // kind.ratio
+        mine = lax.dynamic_index_in_dim(keys, slot[0], keepdims=False)
+        scores = index_scores(q[0], head_weights[0], mine, numerics)
+        scores = jnp.where(jnp.arange(n) < visible, scores, -jnp.inf)
+        kept, among = blocks[0], scores
+        if kind.candidate_source:
+            kept = candidate_blocks(scores, visible, config.candidate_topk_blocks, block)
+        elif kind.uses_candidates:
+            among = jnp.where(jnp.repeat(kept, block)[:n], scores, -jnp.inf)
+        rows = top_rows(among, config.index_topk)
+        return rows[None], kept[None], scores[None]
+
+    slots = jnp.minimum(batch.slots, keys.shape[0] - 1)
+    rows, blocks, scores = map_rows(
+        one, q, head_weights, slots, batch.positions, selection.blocks, tile=1
+    )
+    return Selection(rows=rows, blocks=blocks), scores

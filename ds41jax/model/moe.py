@@ -1,0 +1,126 @@
+"""Mixture of experts: router, routed experts, shared expert.
+
+Letters: T rows, D hidden size, F expert width, E experts, K experts a row.
+"""
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+from jax import lax
+
+from ds41jax.config import ModelConfig
+from ds41jax.formats import Format, Numerics, QuantizedArray, values
+from ds41jax.kernels.experts import expert_mlp, routed_experts
+from ds41jax.kernels.linear import dot
+from ds41jax.kernels.rows import map_rows
+from ds41jax.model.tensors import spec
+
+ROUTING_EPS = 1e-20
+
+
+@struct.dataclass
+class RouterWeights:
+    """Scores of the experts; text and image rows have selection biases of their own."""
+
+    weight: jax.Array  # [E, D]
+    bias: jax.Array  # [E]
+    bias_vl: jax.Array  # [E]
+
+
+@struct.dataclass
+class ExpertWeights:
+    """Gate (w1), down (w2) and up (w3) matrices of one expert or a stack of them."""
+
+    w1: QuantizedArray  # [F, D]
+    w2: QuantizedArray  # [D, F]
+    w3: QuantizedArray  # [F, D]
+
+
+@struct.dataclass
+class MoeWeights:
+    gate: RouterWeights
+    experts: ExpertWeights
+    shared_experts: ExpertWeights
+
+
+def _expert_specs(
+    config: ModelConfig, prefix: str, format: Format, **stack: object
+) -> ExpertWeights:
+    d, f = config.hidden_size, config.moe_intermediate_size
+    return ExpertWeights(
+        w1=spec(f"{prefix}.w1.weight", (f, d), format, **stack),
+        w2=spec(f"{prefix}.w2.weight", (d, f), format, **stack),
+        w3=spec(f"{prefix}.w3.weight", (f, d), format, **stack),
+    )
+
+
+def moe_specs(
+    config: ModelConfig, prefix: str, layers: tuple[int, ...], num_experts: int
+) -> MoeWeights:
+    """`prefix` is "layers.{i}.ffn" or "mtp.{i}.ffn"."""
+    gate = RouterWeights(
+        weight=spec(
+            f"{prefix}.gate.weight", (num_experts, config.hidden_size), "bf16", layers=layers
+        ),
+        bias=spec(f"{prefix}.gate.bias", (num_experts,), "f32", layers=layers),
+        bias_vl=spec(f"{prefix}.gate.bias_vl", (num_experts,), "f32", layers=layers),
+    )
+    return MoeWeights(
+        gate=gate,
+        experts=_expert_specs(
+            config, f"{prefix}.experts.{{e}}", Format.MXFP4, layers=layers, experts=num_experts
+        ),
+        shared_experts=_expert_specs(
+            config, f"{prefix}.shared_experts", Format.FP8_BLOCK, layers=layers
+        ),
+    )
+
+
+def router_scores(x: jax.Array, weight: jax.Array) -> jax.Array:
+    """sqrt(softplus(x . w)) in float32: x [T, D], weight [E, D] -> [T, E]."""
+    return jnp.sqrt(jax.nn.softplus(dot(x, weight)))
+
+
+def route(
+    x: jax.Array, is_image: jax.Array, weights: RouterWeights, k: int, config: ModelConfig
+) -> tuple[jax.Array, jax.Array]:
+    """Chooses experts by biased score, weighs them by unbiased score.
+
+    Args:
+      x: [T, D] normalised FFN input.
+      is_image: [T] bool; image rows use `bias_vl`.
+      k: experts a row.
+
+    Returns:
+      expert ids [T, K] int32, best first, ties to the lower id, and weights [T, K] float32.
+    """
+    scores = router_scores(x, weights.weight)
+    biased = scores + jnp.where(is_image[:, None], weights.bias_vl, weights.bias)
+    _, ids = lax.top_k(biased, k)
+    chosen = jnp.take_along_axis(scores, ids, axis=1)
+    if config.norm_topk_prob:
+        chosen = chosen / (chosen.sum(-1, keepdims=True) + ROUTING_EPS)
+    return ids, chosen * config.routed_scaling_factor
+
+
+def moe(
+    x: jax.Array,
+    is_image: jax.Array,
+    weights: MoeWeights,
+    k: int,
+    config: ModelConfig,
+    numerics: Numerics,
+) -> jax.Array:
+    """Routed and shared experts of rows x [T, D], summed in float32 and rounded once."""
+    limit = config.swiglu_limit
+    ids, routing = map_rows(lambda x, image: route(x, image, weights.gate, k, config), x, is_image)
+    e = weights.experts
+    routed = routed_experts(x, ids, routing, (e.w1, e.w2, e.w3), limit, numerics)
+    s = weights.shared_experts
+    dense = values(s.w1), values(s.w2), values(s.w3)
+
+    def combine(x: jax.Array, routed: jax.Array) -> jax.Array:
+        shared = expert_mlp(x, dense, None, limit, numerics)
+        return numerics.round(routed + shared.astype(jnp.float32))
+
+    return map_rows(combine, x, routed)
