@@ -6,6 +6,8 @@ others.
 Letters: T rows, D hidden size, F expert width, E experts, K experts a row.
 """
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -86,6 +88,6 @@ def _expert(stack: QuantizedArray, expert: jax.Array) -> QuantizedArray:
     if stack.layer is None:
         return stack.map(lambda x: x[expert])
     layer = stack.layer
-    return stack.replace(  # type: ignore[attr-defined]
-        codes=stack.codes[layer, expert], scales=stack.scales[layer, expert], layer=None
+    return dataclasses.replace(
+        stack, codes=stack.codes[layer, expert], scales=stack.scales[layer, expert], layer=None
     )

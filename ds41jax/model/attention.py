@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import struct
 
 from ds41jax.config import ModelConfig
@@ -18,9 +19,11 @@ from ds41jax.kernels.linear import grouped_linear, quantized_linear
 from ds41jax.kernels.rows import map_rows
 from ds41jax.kernels.sparse_attention import sparse_attention
 from ds41jax.model.norm import rms_norm
-from ds41jax.model.rope import layer_frequencies, rotate
+from ds41jax.model.rope import rotate
 from ds41jax.model.state import PAGE_ROWS, KVState, Rows, StepBatch
 from ds41jax.model.tensors import spec
+
+Frequencies = jax.Array | np.ndarray  # [rotary pairs] float32
 
 
 @struct.dataclass
@@ -56,13 +59,12 @@ def window_rows(
     x: jax.Array,
     positions: jax.Array,
     weights: AttentionWeights,
-    compressed: bool,
+    frequencies: Frequencies,
     config: ModelConfig,
     numerics: Numerics,
 ) -> Rows:
     """The layer's own key-value rows [T, D] of x [T, hidden], rotated and quantised for storage."""
     wkv, norm = values(weights.wkv), weights.kv_norm
-    frequencies = layer_frequencies(config, compressed)
 
     def tile(x: jax.Array, positions: jax.Array) -> Rows:
         kv = rms_norm(quantized_linear(x, wkv, numerics), norm, config.rms_norm_eps, numerics)
@@ -75,13 +77,12 @@ def queries(
     x: jax.Array,
     positions: jax.Array,
     weights: AttentionWeights,
-    compressed: bool,
+    frequencies: Frequencies,
     config: ModelConfig,
     numerics: Numerics,
 ) -> tuple[jax.Array, jax.Array]:
     """The normalised low-rank query [T, q_lora_rank] and the rotated queries [T, H, D]."""
     wq_a, wq_b, norm = values(weights.wq_a), values(weights.wq_b), weights.q_norm
-    frequencies = layer_frequencies(config, compressed)
 
     def tile(x: jax.Array, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
         latent = quantized_linear(x, wq_a, numerics)
@@ -143,21 +144,21 @@ def attend(
     positions: jax.Array,
     sources: tuple[tuple[Rows, jax.Array], ...],
     weights: AttentionWeights,
-    compressed: bool,
+    frequencies: Frequencies,
     config: ModelConfig,
     numerics: Numerics,
 ) -> jax.Array:
     """Attention over the given rows, and the output projection: q [T, H, D] -> [T, hidden]."""
     scale = config.head_dim**-0.5
     out = sparse_attention(q, sources, weights.attn_sink, scale, numerics)
-    return project_output(out, positions, weights, compressed, config, numerics)
+    return project_output(out, positions, weights, frequencies, config, numerics)
 
 
 def project_output(
     out: jax.Array,
     positions: jax.Array,
     weights: AttentionWeights,
-    compressed: bool,
+    frequencies: Frequencies,
     config: ModelConfig,
     numerics: Numerics,
 ) -> jax.Array:
@@ -165,7 +166,6 @@ def project_output(
 
     `wo_a` is used at full precision with its input as is; only `wo_b`'s input is quantised.
     """
-    frequencies = layer_frequencies(config, compressed)
     groups, rank = config.o_groups, config.o_lora_rank
     wo_a = values(weights.wo_a).reshape(groups, rank, -1)
     wo_b = values(weights.wo_b)

@@ -6,17 +6,18 @@ such runs, so a program of 40 layers compiles a dozen bodies.
 Letters: T rows, S streams, D hidden size, V vocabulary.
 """
 
+import dataclasses
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import struct
 from jax import lax
 
-from ds41jax.config import LayerKind, ModelConfig
+from ds41jax.config import ModelConfig, SelectRole
 from ds41jax.formats import Numerics, values
 from ds41jax.kernels.linear import dot
 from ds41jax.kernels.rows import map_rows
@@ -27,10 +28,12 @@ from ds41jax.model.hyper_connections import collapse, initial_pre
 from ds41jax.model.indexer import Selection
 from ds41jax.model.norm import rms_norm
 from ds41jax.model.params import Params
+from ds41jax.model.rope import compressed_frequencies, plain_frequencies
 from ds41jax.model.state import KVState, StepBatch, ring_rows, ring_slots, write_ring
 from ds41jax.model.tensors import at_layer, lookup
 
 Index = jax.Array | int
+T = TypeVar("T")
 
 
 @struct.dataclass
@@ -51,38 +54,6 @@ class Carry:
     taps: jax.Array
 
 
-@dataclass(frozen=True)
-class Run:
-    """A pattern of layers repeated `repeats` times; items are kinds or runs of kinds."""
-
-    pattern: tuple[Any, ...]
-    repeats: int
-
-    @property
-    def layers(self) -> int:
-        inner = sum(item.layers if isinstance(item, Run) else 1 for item in self.pattern)
-        return inner * self.repeats
-
-
-def layer_plan(kinds: Sequence[LayerKind]) -> tuple[Run, ...]:
-    """Groups layers into runs of equal kind, then repeated neighbouring pairs of runs into one."""
-    runs: list[Run] = []
-    for kind in kinds:
-        if runs and runs[-1].pattern == (kind,):
-            runs[-1] = Run((kind,), runs[-1].repeats + 1)
-        else:
-            runs.append(Run((kind,), 1))
-    plan: list[Run] = []
-    while runs:
-        pair, repeats = runs[:2], 1
-        while runs[2 * repeats : 2 * repeats + 2] == pair:
-            repeats += 1
-        taken = 2 * repeats if repeats > 1 else 1
-        plan.append(Run(tuple(pair), repeats) if repeats > 1 else runs[0])
-        runs = runs[taken:]
-    return tuple(plan)
-
-
 def run_layers(
     carry: Carry,
     first: int,
@@ -92,77 +63,79 @@ def run_layers(
     config: ModelConfig,
     numerics: Numerics,
 ) -> Carry:
-    """Runs layers first to last - 1."""
-    step = partial(layer, params=params, batch=batch, config=config, numerics=numerics)
-    for run in layer_plan(config.kinds[first:last]):
-        carry = _run(run, first, carry, step)
-        first += run.layers
-    return carry
+    """Runs layers first to last - 1, all through one compiled body."""
+
+    def body(index: Index, carry: Carry) -> Carry:
+        return layer(carry, index, params, batch, config, numerics)
+
+    return lax.fori_loop(first, last, body, carry)
 
 
-def _run(item: Run | LayerKind, first: Index, carry: Carry, step: Callable[..., Carry]) -> Carry:
-    if isinstance(item, LayerKind):
-        return step(carry, first, item)
-    stride = item.layers // item.repeats
-
-    def body(i: Index, carry: Carry) -> Carry:
-        at = first + i * stride
-        for inner in item.pattern:
-            carry = _run(inner, at, carry, step)
-            at = at + (inner.layers if isinstance(inner, Run) else 1)
-        return carry
-
-    if item.repeats == 1:
-        return body(0, carry)
-    return lax.fori_loop(0, item.repeats, body, carry)
+def choose(index: Index, branches: Sequence[Callable[[], T]]) -> T:
+    """The result of one branch, chosen while tracing if the index is known then."""
+    if isinstance(index, int) or len(branches) == 1:
+        return branches[int(index) if isinstance(index, int) else 0]()
+    return lax.switch(index, branches)
 
 
 def layer(
     carry: Carry,
     index: Index,
-    kind: LayerKind,
     params: Params,
     batch: StepBatch,
     config: ModelConfig,
     numerics: Numerics,
 ) -> Carry:
-    """Layer `index`, whose kind is static; the index may be traced."""
-    stream, taps = carry.stream, carry.taps
-    if kind.engram:
-        place = lookup(config.engram_index, index)
-        rows = batch.engram.map(lambda x: x[:, place])  # type: ignore[union-attr]
-        weights = at_layer(params.engram, place)
-        stream = engram(stream, rows, ~batch.is_image, weights, config, numerics)
-    if kind.tap:
+    """One layer. What it does follows from its index, which may be traced."""
+    stream = add_engram(carry.stream, index, params, batch, config, numerics)
+    taps = carry.taps
+    if taps.shape[1]:
         mean = numerics.round(jnp.mean(stream.astype(jnp.float32), axis=1))
-        taps = taps.at[:, lookup(config.tap_index, index)].set(mean)
+        tap = lookup(config.tap_index, index)
+        taps = taps.at[:, jnp.where(tap < 0, taps.shape[1], tap)].set(mean, mode="drop")
     state, selection = carry.state, carry.selection
 
     def attend(x: jax.Array) -> jax.Array:
         nonlocal state, selection
         out, state, selection = attention_layer(
-            x, index, kind, state, selection, params, batch, config, numerics
+            x, index, state, selection, params, batch, config, numerics
         )
         return out
 
     weights = at_layer(params.layers, index)
-    stream, pre = block(
-        stream,
-        carry.pre,
-        batch.is_image,
-        attend,
-        weights,
-        config.num_experts_per_tok,
-        config,
-        numerics,
-    )
+    k = config.num_experts_per_tok
+    stream, pre = block(stream, carry.pre, batch.is_image, attend, weights, k, config, numerics)
     return Carry(stream=stream, pre=pre, state=state, selection=selection, taps=taps)
+
+
+def add_engram(
+    stream: jax.Array,
+    index: Index,
+    params: Params,
+    batch: StepBatch,
+    config: ModelConfig,
+    numerics: Numerics,
+) -> jax.Array:
+    """The streams with the layer's Engram lookup added, if it has one."""
+    if not config.engram_layer_ids:
+        return stream
+    rows = batch.engram
+    assert rows is not None, "this model needs Engram rows in its batch"
+    place = lookup(config.engram_index, index)
+
+    def look_up() -> jax.Array:
+        mine = at_layer(params.engram, place)
+        return engram(
+            stream, rows.map(lambda x: x[:, place]), ~batch.is_image, mine, config, numerics
+        )
+
+    has_engram = tuple(int(place >= 0) for place in config.engram_index)
+    return choose(lookup(has_engram, index), (lambda: stream, look_up))
 
 
 def attention_layer(
     x: jax.Array,
     index: Index,
-    kind: LayerKind,
     state: KVState,
     selection: Selection,
     params: Params,
@@ -171,38 +144,105 @@ def attention_layer(
     numerics: Numerics,
 ) -> tuple[jax.Array, KVState, Selection]:
     """Attention of one layer on its normalised input x [T, D]; writes its rows, reads caches."""
-    weights, compressed = at_layer(params.layers.attn, index), kind.ratio > 0
-    floor = batch.window_floor
-    if kind.past_boundary:
-        floor = jnp.maximum(floor, batch.decoder_floor)
+    weights = at_layer(params.layers.attn, index)
+    frequencies = layer_frequencies(config, index)
+    rows = attention.window_rows(x, batch.positions, weights, frequencies, config, numerics)
+    floor = window_floor(batch, index, config)
     window = attention.window_index(batch, floor, config.sliding_window, ring_rows(config))
-    rows = attention.window_rows(x, batch.positions, weights, compressed, config, numerics)
     sources = [(attention.ring_and_step_rows(state.window, index, rows), window)]
-    state = state.replace(  # type: ignore[attr-defined]
-        window=write_ring(state.window, index, batch, rows)
-    )
-    latent, q = attention.queries(x, batch.positions, weights, compressed, config, numerics)
-    if compressed:
-        source = lookup(config.kv_source_index, index)
-        if kind.kv_source:
-            state = compressor.publish(
-                x, params.compressor, source, kind.ratio, state, batch, config, numerics
-            )
-        if kind.index_source:
-            chooser = at_layer(params.indexer, lookup(config.index_source_index, index))
-            iq, head_weights = indexer.index_queries(
-                x, latent, batch.positions, chooser, config, numerics
-            )
-            keys = indexer.sequence_keys(state, batch, source, kind.ratio)
-            selection, _ = indexer.select(
-                iq, head_weights, keys, batch, selection, kind, config, numerics
-            )
+    state = dataclasses.replace(state, window=write_ring(state.window, index, batch, rows))
+    latent, q = attention.queries(x, batch.positions, weights, frequencies, config, numerics)
+    if config.kv_source_layer_ids:
+        state = publish(x, index, state, params, batch, config, numerics)
+        selection = select(x, latent, index, state, selection, params, batch, config, numerics)
+        reads = lookup(config.layer_ratios, index) > 0
+        source = jnp.maximum(lookup(config.kv_source_index, index), 0)
         chosen = attention.global_index(selection.rows, batch, source)
-        sources.append((attention.pool_rows(state), chosen))
+        sources.append((attention.pool_rows(state), jnp.where(reads, chosen, -1)))
     out = attention.attend(
-        q, batch.positions, tuple(sources), weights, compressed, config, numerics
+        q, batch.positions, tuple(sources), weights, frequencies, config, numerics
     )
     return out, state, selection
+
+
+def layer_frequencies(config: ModelConfig, index: Index) -> jax.Array:
+    """[rotary pairs] frequencies of a layer: YaRN where it reads global KV, plain elsewhere."""
+    both = np.stack([plain_frequencies(config), compressed_frequencies(config)])
+    compressed = tuple(int(ratio > 0) for ratio in config.layer_ratios)
+    return jnp.asarray(both)[lookup(compressed, index)]
+
+
+def window_floor(batch: StepBatch, index: Index, config: ModelConfig) -> jax.Array:
+    """[S] positions below which the layer has no window rows."""
+    boundary = config.boundary_layer
+    if boundary is None:
+        return batch.window_floor
+    decoder = jnp.maximum(batch.window_floor, batch.decoder_floor)
+    return jnp.where(index > boundary, decoder, batch.window_floor)
+
+
+def publish(
+    x: jax.Array,
+    index: Index,
+    state: KVState,
+    params: Params,
+    batch: StepBatch,
+    config: ModelConfig,
+    numerics: Numerics,
+) -> KVState:
+    """Writes the layer's global rows and index keys, if it is a KV source."""
+    variants = sorted(set(config.publish_ratios))
+    which = lookup(tuple(variants.index(ratio) for ratio in config.publish_ratios), index)
+    if isinstance(which, int) and variants[which] == 0:
+        return state
+    source = jnp.maximum(lookup(config.kv_source_index, index), 0)
+
+    def make(ratio: int) -> compressor.GlobalRows:
+        if ratio == 0:
+            return compressor.no_global_rows(x.shape[0], config, numerics)
+        return compressor.compress(
+            x, params.compressor, source, ratio, state.carry, batch, config, numerics
+        )
+
+    made = choose(which, [partial(make, ratio) for ratio in variants])
+    return compressor.store(made, source, state, batch, config)
+
+
+def select(
+    x: jax.Array,
+    latent: jax.Array,
+    index: Index,
+    state: KVState,
+    selection: Selection,
+    params: Params,
+    batch: StepBatch,
+    config: ModelConfig,
+    numerics: Numerics,
+) -> Selection:
+    """The selection that the layer attends to: its own if it is an index source."""
+    source = lookup(config.kv_source_index, index)
+    place = lookup(config.index_source_index, index)
+
+    def score(role: SelectRole, ratio: int) -> Selection:
+        chooser = at_layer(params.indexer, place)
+        q, head_weights = indexer.index_queries(
+            x, latent, batch.positions, chooser, config, numerics
+        )
+        keys = indexer.sequence_keys(state, batch, source, ratio)
+        chosen, _ = indexer.select(
+            q, head_weights, keys, batch, selection, role, ratio, config, numerics
+        )
+        return chosen
+
+    variants = sorted(set(zip(config.select_roles, config.layer_ratios, strict=True)))
+    which = tuple(
+        variants.index(v) for v in zip(config.select_roles, config.layer_ratios, strict=True)
+    )
+    branches: list[Callable[[], Selection]] = [
+        (lambda: selection) if role is SelectRole.REUSE else partial(score, role, ratio)
+        for role, ratio in variants
+    ]
+    return choose(lookup(which, index), branches)
 
 
 def embed(params: Params, batch: StepBatch, config: ModelConfig, numerics: Numerics) -> jax.Array:
@@ -280,19 +320,16 @@ def encode(
     stream = embed(params, batch, config, numerics)
     carry = start(stream, initial_pre(stream.shape[0], config), state, batch, config, numerics)
     carry = run_layers(carry, 0, boundary, params, batch, config, numerics)
-    state, kind = carry.state, config.kinds[boundary]
+    state = carry.state
     weights: BlockWeights = at_layer(params.layers, boundary)
+    frequencies = layer_frequencies(config, boundary)
     x = attention_input(carry.stream, carry.pre, weights, config, numerics)
-    rows = attention.window_rows(x, batch.positions, weights.attn, True, config, numerics)
-    state = state.replace(  # type: ignore[attr-defined]
-        window=write_ring(state.window, boundary, batch, rows)
-    )
-    source = config.kv_source_index[boundary]
-    state = compressor.publish(
-        x, params.compressor, source, kind.ratio, state, batch, config, numerics
-    )
+    rows = attention.window_rows(x, batch.positions, weights.attn, frequencies, config, numerics)
+    state = dataclasses.replace(state, window=write_ring(state.window, boundary, batch, rows))
+    state = publish(x, boundary, state, params, batch, config, numerics)
     slots, index = ring_slots(batch, config.sliding_window)
-    return state.replace(  # type: ignore[attr-defined]
+    return dataclasses.replace(
+        state,
         suffix_stream=state.suffix_stream.at[slots, index].set(carry.stream, mode="drop"),
         suffix_pre=state.suffix_pre.at[slots, index].set(carry.pre, mode="drop"),
     )

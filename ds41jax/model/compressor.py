@@ -7,6 +7,8 @@ from the latent before rotation and quantisation.
 Letters: T rows, D head width, H hidden size, I index key width.
 """
 
+import dataclasses
+from functools import partial
 from typing import Any
 
 import jax
@@ -18,7 +20,7 @@ from ds41jax.formats import Format, Numerics, values
 from ds41jax.kernels.linear import dot, linear
 from ds41jax.kernels.rows import map_rows
 from ds41jax.model.norm import rms_norm
-from ds41jax.model.rope import layer_frequencies, rotate
+from ds41jax.model.rope import compressed_frequencies, rotate
 from ds41jax.model.state import CARRY_PAIRS, PAGE_ROWS, KVState, StepBatch, write_pages
 from ds41jax.model.tensors import lookup, spec
 
@@ -48,61 +50,120 @@ def compressor_specs(config: ModelConfig) -> CompressorWeights:
     )
 
 
-def publish(
+@struct.dataclass
+class GlobalRows:
+    """What a KV source makes of a step's rows.
+
+    Attributes:
+      rows: KV_FP4 [T, D]; keys: MXFP4 [T, I]; both stand only where `complete`.
+      complete: [T] bool, the rows that finish a group.
+      waiting: [T] bool, the first halves of pairs.
+      halves: [T, 2, D] float32 value and gate score of each row, kept where `waiting`.
+    """
+
+    rows: Any
+    keys: Any
+    complete: jax.Array
+    waiting: jax.Array
+    halves: jax.Array
+
+
+def no_global_rows(rows: int, config: ModelConfig, numerics: Numerics) -> GlobalRows:
+    """What a layer that is no KV source makes: nothing, in the shapes of `compress`."""
+    zeros = partial(jnp.zeros, dtype=jnp.float32)
+    return GlobalRows(
+        rows=numerics.quantize(zeros((rows, config.head_dim)), Format.KV_FP4),
+        keys=numerics.quantize(zeros((rows, config.index_head_dim)), Format.MXFP4),
+        complete=jnp.zeros(rows, bool),
+        waiting=jnp.zeros(rows, bool),
+        halves=zeros((rows, 2, config.head_dim)),
+    )
+
+
+def compress(
     x: jax.Array,
     weights: CompressorWeights,
     source: jax.Array | int,
     ratio: int,
-    state: KVState,
+    carry: jax.Array,
     batch: StepBatch,
     config: ModelConfig,
     numerics: Numerics,
-) -> KVState:
-    """Writes the global rows and index keys that rows x [T, H] of KV source `source` complete."""
+) -> GlobalRows:
+    """The global rows and index keys that rows x [T, H] of KV source `source` complete.
+
+    `carry` is the state's: [paired sources, S, CARRY_PAIRS, 2, D].
+    """
     if ratio == 1:
         wkv = weights.wkv[source]
         pooled = map_rows(lambda x: linear(x, wkv, numerics), x)
-        complete = jnp.ones_like(batch.is_row)
+        halves = jnp.zeros((x.shape[0], 2, config.head_dim), jnp.float32)
+        complete = batch.is_row
     else:
-        pooled, state = _pool_pairs(x, weights, source, state, batch, config, numerics)
-        complete = batch.positions % 2 == 1
-    groups = batch.positions // ratio
-    rows, keys = _latent_rows(pooled, groups * ratio, weights, source, config, numerics)
-    complete &= batch.is_row & (batch.positions >= batch.per_row(batch.global_floor))
+        pair = lookup(config.pair_index, source)
+        pooled, halves = _pool_pairs(x, weights, source, pair, carry[pair], batch, numerics)
+        complete = batch.is_row & (batch.positions % 2 == 1)
+    waiting = batch.is_row & ~complete
+    positions = batch.positions // ratio * ratio
+    rows, keys = _latent_rows(pooled, positions, weights, source, config, numerics)
+    complete &= batch.positions >= batch.per_row(batch.global_floor)
+    return GlobalRows(rows=rows, keys=keys, complete=complete, waiting=waiting, halves=halves)
+
+
+def store(
+    made: GlobalRows,
+    source: jax.Array | int,
+    state: KVState,
+    batch: StepBatch,
+    config: ModelConfig,
+) -> KVState:
+    """Writes what `compress` made into the pages and the carry."""
+    groups = batch.positions // jnp.maximum(lookup(config.source_ratios, source), 1)
     table = batch.page_tables[source]
     page = table[jnp.minimum(batch.slots, table.shape[0] - 1), groups // PAGE_ROWS]
     pool = jax.tree.leaves(state.pages)[0].shape[0]
-    page = jnp.where(complete, page, pool)
-    return state.replace(  # type: ignore[attr-defined]
-        pages=write_pages(state.pages, page, groups % PAGE_ROWS, rows),
-        index_pages=write_pages(state.index_pages, page, groups % PAGE_ROWS, keys),
+    page = jnp.where(made.complete, page, pool)
+    row = groups % PAGE_ROWS
+    return dataclasses.replace(
+        state,
+        pages=write_pages(state.pages, page, row, made.rows),
+        index_pages=write_pages(state.index_pages, page, row, made.keys),
+        carry=_store_halves(made, source, state.carry, batch, config),
     )
+
+
+def _store_halves(
+    made: GlobalRows,
+    source: jax.Array | int,
+    carry: jax.Array,
+    batch: StepBatch,
+    config: ModelConfig,
+) -> jax.Array:
+    """Keeps the last first halves of the step in the carry."""
+    kept = made.waiting & (batch.positions >= batch.per_row(batch.ends) - 2 * CARRY_PAIRS)
+    slots = jnp.where(kept, batch.slots, carry.shape[1])
+    place = batch.positions // 2 % CARRY_PAIRS
+    pair = lookup(config.pair_index, source)
+    return carry.at[pair, slots, place].set(made.halves, mode="drop")
 
 
 def _pool_pairs(
     x: jax.Array,
     weights: CompressorWeights,
     source: jax.Array | int,
-    state: KVState,
+    pair: jax.Array | int,
+    carry: jax.Array,
     batch: StepBatch,
-    config: ModelConfig,
     numerics: Numerics,
-) -> tuple[jax.Array, KVState]:
-    """Pools each row with its predecessor, from this step or from the carry; [T, D]."""
-    pair = lookup(config.pair_index, source)
+) -> tuple[jax.Array, jax.Array]:
+    """Pools each row with its predecessor, from the step or the carry [S, ...]; also the halves."""
     wkv, wgate = values(weights.wkv[source]), values(weights.wgate[pair])
-    half = map_rows(lambda x: jnp.stack([dot(x, wkv), dot(x, wgate)], axis=1), x)  # [T, 2, D]
-    carry = state.carry[pair]
+    halves = map_rows(lambda x: jnp.stack([dot(x, wkv), dot(x, wgate)], axis=1), x)
     slots = jnp.minimum(batch.slots, carry.shape[0] - 1)
     carried = carry[slots, (batch.positions - 1) // 2 % CARRY_PAIRS]
     in_step = batch.positions > batch.per_row(batch.starts)
-    first = jnp.where(in_step[:, None, None], jnp.roll(half, 1, axis=0), carried)
-    pooled = map_rows(lambda a, b: _gated_mean(a, b, numerics), first, half)
-    kept = batch.is_row & (batch.positions % 2 == 0)
-    kept &= batch.positions >= batch.per_row(batch.ends) - 2 * CARRY_PAIRS
-    target = jnp.where(kept, batch.slots, carry.shape[0])
-    carry = state.carry.at[pair, target, batch.positions // 2 % CARRY_PAIRS].set(half, mode="drop")
-    return pooled, state.replace(carry=carry)  # type: ignore[attr-defined]
+    first = jnp.where(in_step[:, None, None], jnp.roll(halves, 1, axis=0), carried)
+    return map_rows(lambda a, b: _gated_mean(a, b, numerics), first, halves), halves
 
 
 def _gated_mean(first: jax.Array, second: jax.Array, numerics: Numerics) -> jax.Array:
@@ -121,7 +182,7 @@ def _latent_rows(
     numerics: Numerics,
 ) -> tuple[Any, Any]:
     """Normalised, rotated, quantised global rows [T, D] and index keys [T, I]."""
-    frequencies = layer_frequencies(config, compressed=True)
+    frequencies = compressed_frequencies(config)
     norm, k_norm = weights.norm[source], weights.k_norm[source]
     wk, eps = values(weights.wk[source]), config.rms_norm_eps
 

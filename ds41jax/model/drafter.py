@@ -8,6 +8,7 @@ on the token chosen before, and a confidence head says how likely each draft is 
 Letters: B sequences, K block size, W window, D hidden size, V vocabulary, M Markov rank.
 """
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -23,6 +24,7 @@ from ds41jax.model import attention
 from ds41jax.model.block import BlockWeights, block, block_specs
 from ds41jax.model.hyper_connections import collapse, initial_pre
 from ds41jax.model.norm import rms_norm
+from ds41jax.model.rope import plain_frequencies
 from ds41jax.model.state import KVState, StepBatch, ring_rows, write_ring
 from ds41jax.model.tensors import at_layer, spec
 
@@ -81,6 +83,7 @@ def absorb(
     numerics: Numerics,
 ) -> KVState:
     """Writes the ring rows of a step's target rows, main_hidden [T, targets * D]."""
+    frequencies = plain_frequencies(config)
     proj, norm = values(weights.main_proj), weights.main_norm
 
     def project(hidden: jax.Array) -> jax.Array:
@@ -92,11 +95,11 @@ def absorb(
 
     def stage(i: jax.Array, ring: Any) -> Any:
         attn = at_layer(weights.stages.attn, i)
-        rows = attention.window_rows(x, batch.positions, attn, False, config, numerics)
+        rows = attention.window_rows(x, batch.positions, attn, frequencies, config, numerics)
         return write_ring(ring, i, batch, rows)
 
     ring = lax.fori_loop(0, config.num_nextn_predict_layers, stage, state.draft_window)
-    return state.replace(draft_window=ring)  # type: ignore[attr-defined]
+    return dataclasses.replace(state, draft_window=ring)
 
 
 def draft(
@@ -135,6 +138,7 @@ def run_stages(
     numerics: Numerics,
 ) -> tuple[jax.Array, jax.Array]:
     """All stages on block rows: stream [B * K, S, D] at positions rows [B * K]; also their pre."""
+    frequencies = plain_frequencies(config)
     index = block_index(positions, config)
     text = jnp.zeros(rows.shape, bool)
 
@@ -142,10 +146,10 @@ def run_stages(
         mine: BlockWeights = at_layer(weights.stages, i)
 
         def attend(x: jax.Array) -> jax.Array:
-            kv = attention.window_rows(x, rows, mine.attn, False, config, numerics)
-            _, q = attention.queries(x, rows, mine.attn, False, config, numerics)
+            kv = attention.window_rows(x, rows, mine.attn, frequencies, config, numerics)
+            _, q = attention.queries(x, rows, mine.attn, frequencies, config, numerics)
             sources = ((attention.ring_and_step_rows(state.draft_window, i, kv), index),)
-            return attention.attend(q, rows, sources, mine.attn, False, config, numerics)
+            return attention.attend(q, rows, sources, mine.attn, frequencies, config, numerics)
 
         k = config.dspark_num_experts_per_tok
         return block(*carry, text, attend, mine, k, config, numerics)

@@ -90,9 +90,7 @@ class EngramHash:
         outside = orders - 1 - len(lead)
         ids = self.token_map[np.concatenate([lead, tokens])].astype(np.int64)
         ids = np.concatenate([np.full(outside, self.pad), ids])
-        blocked = np.concatenate(
-            [np.ones(outside, bool), lead_image, _mask(image_mask, tokens)]
-        )
+        blocked = np.concatenate([np.ones(outside, bool), lead_image, _mask(image_mask, tokens)])
         grams = self._grams(ids, blocked, len(tokens))
         heads = self.primes.shape[1] // (orders - 1)
         hashes = np.stack(grams[1:], axis=-1).repeat(heads, axis=-1)

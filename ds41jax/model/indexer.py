@@ -12,12 +12,12 @@ import jax.numpy as jnp
 from flax import struct
 from jax import lax
 
-from ds41jax.config import LayerKind, ModelConfig
+from ds41jax.config import ModelConfig, SelectRole
 from ds41jax.formats import Format, Numerics, QuantizedArray, values
 from ds41jax.kernels.index_select import candidate_blocks, index_scores, top_rows
 from ds41jax.kernels.linear import linear, quantized_linear
 from ds41jax.kernels.rows import map_rows
-from ds41jax.model.rope import layer_frequencies, rotate
+from ds41jax.model.rope import compressed_frequencies, rotate
 from ds41jax.model.state import PAGE_ROWS, KVState, StepBatch
 from ds41jax.model.tensors import spec
 
@@ -91,7 +91,7 @@ def index_queries(
     """
     heads, width = config.index_n_heads, config.index_head_dim
     wq_b, projection = values(weights.wq_b), values(weights.weights_proj)
-    frequencies = layer_frequencies(config, compressed=True)
+    frequencies = compressed_frequencies(config)
     scale = width**-0.5 * heads**-0.5
 
     def tile(x: jax.Array, latent: jax.Array, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -119,7 +119,8 @@ def select(
     keys: jax.Array,
     batch: StepBatch,
     selection: Selection,
-    kind: LayerKind,
+    role: SelectRole,
+    ratio: int,
     config: ModelConfig,
     numerics: Numerics,
 ) -> tuple[Selection, jax.Array]:
@@ -127,7 +128,7 @@ def select(
 
     Args:
       q: [T, H, I]; head_weights: [T, H]; keys: [S, N, I].
-      selection: of earlier layers; its blocks bound this one if `kind.uses_candidates`.
+      selection: of earlier layers; its blocks bound a SELECT_WITHIN.
 
     Returns:
       The new selection, and the scores [T, N] (-inf where not visible) for those who look inside.
@@ -141,14 +142,14 @@ def select(
         position: jax.Array,
         blocks: jax.Array,
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
-        visible = (position[0] + 1) // kind.ratio
+        visible = (position[0] + 1) // ratio
         mine = lax.dynamic_index_in_dim(keys, slot[0], keepdims=False)
         scores = index_scores(q[0], head_weights[0], mine, numerics)
         scores = jnp.where(jnp.arange(n) < visible, scores, -jnp.inf)
         kept, among = blocks[0], scores
-        if kind.candidate_source:
+        if role is SelectRole.SELECT_AND_FILTER:
             kept = candidate_blocks(scores, visible, config.candidate_topk_blocks, block)
-        elif kind.uses_candidates:
+        elif role is SelectRole.SELECT_WITHIN:
             among = jnp.where(jnp.repeat(kept, block)[:n], scores, -jnp.inf)
         rows = top_rows(among, config.index_topk)
         return rows[None], kept[None], scores[None]

@@ -40,35 +40,39 @@ def yarn_bounds(dim: int, theta: float, yarn: YarnConfig) -> tuple[int, int]:
     return max(math.floor(pair(yarn.beta_fast)), 0), min(math.ceil(pair(yarn.beta_slow)), dim - 1)
 
 
-def layer_frequencies(config: ModelConfig, compressed: bool) -> np.ndarray:
-    """Frequencies of layers with global KV (YaRN, theta 160000) or without (plain, theta 10000)."""
-    if compressed:
-        return inverse_frequencies(config.qk_rope_head_dim, config.compress_rope_theta, config.yarn)
+def plain_frequencies(config: ModelConfig) -> np.ndarray:
+    """Frequencies of window-only layers and draft stages: theta 10000, no interpolation."""
     return inverse_frequencies(config.qk_rope_head_dim, config.rope_theta, None)
+
+
+def compressed_frequencies(config: ModelConfig) -> np.ndarray:
+    """Frequencies of layers with global KV: theta 160000 with YaRN."""
+    return inverse_frequencies(config.qk_rope_head_dim, config.compress_rope_theta, config.yarn)
 
 
 def rotate(
     x: jax.Array,
     positions: jax.Array,
-    frequencies: np.ndarray,
+    frequencies: jax.Array | np.ndarray,
     numerics: Numerics,
     inverse: bool = False,
 ) -> jax.Array:
-    """Rotates the last 2 * len(frequencies) columns of x, adjacent pairs, by position * frequency.
+    """Rotates the last 2 * frequencies.shape[0] columns of x, adjacent pairs, by position *
+    frequency.
 
     Args:
       x: [T, ..., D].
       positions: [T] int32 absolute positions; the angle is their float32 product with a frequency.
-      frequencies: [R / 2] float32.
+      frequencies: [R / 2] float32, where R is the number of columns that turn.
       numerics: rounding of the result.
       inverse: rotate backwards.
     """
     angles = positions.astype(jnp.float32)[:, None] * frequencies
-    angles = angles.reshape(x.shape[0], *[1] * (x.ndim - 2), len(frequencies))
+    angles = angles.reshape(x.shape[0], *[1] * (x.ndim - 2), frequencies.shape[0])
     cos, sin = jnp.cos(angles), jnp.sin(angles)
     if inverse:
         sin = -sin
-    width = 2 * len(frequencies)
+    width = 2 * frequencies.shape[0]
     kept, turned = x[..., :-width], x[..., -width:].astype(jnp.float32)
     pairs = turned.reshape(*turned.shape[:-1], width // 2, 2)
     a, b = pairs[..., 0], pairs[..., 1]

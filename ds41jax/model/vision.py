@@ -351,7 +351,8 @@ def image_span(
 
     Args:
       weights: of the tower, aligner and marks.
-      patches: [grid_h * grid_w, 3, patch_size, patch_size] in reading order, in [-1, 1].
+      patches: [grid_h * grid_w, 3, patch_size, patch_size] in reading order, in [-1, 1]; bfloat16,
+        or rounded to it here.
       grid_h: rows of patches.
       grid_w: columns of patches.
       config: the tower's.
@@ -371,6 +372,7 @@ def image_span(
     if length > config.max_image_tokens:
         raise ValueError(f"an image of {length} tokens: at most {config.max_image_tokens}")
     bucket = next(size for size in patch_buckets(config) if size >= shape[0])
+    # The host pads: on the device every image size would compile a padding of its own.
     padded = np.zeros((bucket, math.prod(shape[1:])), ml_dtypes.bfloat16)
     padded[: shape[0]] = patches.reshape(shape[0], -1)
     grid = np.array([grid_h, grid_w], np.int32)

@@ -1,0 +1,45 @@
+"""A checkpoint folder made ready to run."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from ds41jax.checkpoint.reader import load_params, open_engram_tables
+from ds41jax.config import ModelConfig, load_config
+from ds41jax.engine.engram_lookup import EngramLookup
+from ds41jax.model.engram_hash import EngramHash, load_token_map
+from ds41jax.model.params import Params
+from ds41jax.tokenizer import FILE_NAME, Tokenizer
+
+
+@dataclass(frozen=True)
+class Model:
+    """Weights on the device, Engram tables on disk, and the tokenizer if the folder has one."""
+
+    path: Path
+    config: ModelConfig
+    params: Params
+    engram: EngramLookup | None
+    tokenizer: Tokenizer | None
+
+
+def load_model(path: str | Path, *, progress: bool = True) -> Model:
+    """Loads a checkpoint in the official layout.
+
+    Args:
+      path: folder with config.json, the safetensors files and a tokenizer.json; an
+        engram_token_map.json may replace the tokenizer where no text is needed.
+      progress: shows a bar on stderr while weights load.
+
+    Raises:
+      ConfigError, CheckpointError, TokenizerError: all `ValueError`, saying what is wrong.
+    """
+    path = Path(path)
+    config = load_config(path)
+    engram = None
+    if config.engram_layer_ids:
+        hash_ = EngramHash.from_config(config, load_token_map(path, config))
+        engram = EngramLookup(hash_, open_engram_tables(path, config))
+    has_tokenizer = (path / FILE_NAME).exists()
+    tokenizer = Tokenizer.from_checkpoint(path) if has_tokenizer else None
+    params = load_params(path, config, progress=progress)
+    return Model(path=path, config=config, params=params, engram=engram, tokenizer=tokenizer)
