@@ -6,6 +6,7 @@ live elsewhere. A wrong or missing field raises `ConfigError` naming it; nothing
 """
 
 import dataclasses
+import enum
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -52,30 +53,13 @@ class VisionConfig:
         return self.hidden_size // self.num_attention_heads
 
 
-@dataclass(frozen=True)
-class LayerKind:
-    """What one backbone layer does; layers of equal kind share one compiled program.
+class SelectRole(enum.IntEnum):
+    """What a layer does to the selection of global rows."""
 
-    Attributes:
-      ratio: tokens per global KV row that the layer reads; 0 = window only.
-      kv_source: writes global KV rows and index keys.
-      index_source: scores and selects global rows; other layers reuse the last selection.
-      candidate_source: also keeps the candidate blocks that later index sources choose within.
-      uses_candidates: selects only inside the candidate blocks.
-      engram: adds an Engram lookup to its input stream.
-      tap: its input stream conditions the drafter.
-      past_boundary: lies after the last KV source, so bounded prefill runs it on the last rows
-        only.
-    """
-
-    ratio: int
-    kv_source: bool
-    index_source: bool
-    candidate_source: bool
-    uses_candidates: bool
-    engram: bool
-    tap: bool
-    past_boundary: bool
+    REUSE = 0  # attends to the rows that an earlier layer selected
+    SELECT = 1  # scores and selects among all visible rows
+    SELECT_AND_FILTER = 2  # the same, and keeps candidate blocks for later layers
+    SELECT_WITHIN = 3  # scores and selects within the candidate blocks
 
 
 @dataclass(frozen=True)
@@ -137,23 +121,30 @@ class ModelConfig:
     vision: VisionConfig | None
 
     @cached_property
-    def kinds(self) -> tuple[LayerKind, ...]:
-        """One `LayerKind` per backbone layer."""
-        return tuple(self._kind(layer) for layer in range(self.num_hidden_layers))
+    def layer_ratios(self) -> tuple[int, ...]:
+        """Per layer, tokens per global row that it reads; 0 if window only."""
+        return self.compress_ratios[: self.num_hidden_layers]
 
-    def _kind(self, layer: int) -> LayerKind:
-        index_source = layer in self.index_source_layer_ids
+    @cached_property
+    def publish_ratios(self) -> tuple[int, ...]:
+        """Per layer, tokens per global row that it writes; 0 if it is no KV source."""
+        sources = self.kv_source_layer_ids
+        return tuple(r if n in sources else 0 for n, r in enumerate(self.layer_ratios))
+
+    @cached_property
+    def select_roles(self) -> tuple[SelectRole, ...]:
+        """Per layer, its part in selecting global rows."""
+        return tuple(self._select_role(layer) for layer in range(self.num_hidden_layers))
+
+    def _select_role(self, layer: int) -> SelectRole:
         source = self.candidate_source_layer_id
-        return LayerKind(
-            ratio=self.compress_ratios[layer],
-            kv_source=layer in self.kv_source_layer_ids,
-            index_source=index_source,
-            candidate_source=layer == source,
-            uses_candidates=index_source and source is not None and layer > source,
-            engram=layer in self.engram_layer_ids,
-            tap=layer in self.dspark_target_layer_ids,
-            past_boundary=bool(self.kv_source_layer_ids) and layer > self.kv_source_layer_ids[-1],
-        )
+        if layer not in self.index_source_layer_ids:
+            return SelectRole.REUSE
+        if layer == source:
+            return SelectRole.SELECT_AND_FILTER
+        if source is not None and layer > source:
+            return SelectRole.SELECT_WITHIN
+        return SelectRole.SELECT
 
     @property
     def boundary_layer(self) -> int | None:
@@ -165,7 +156,7 @@ class ModelConfig:
         """Per layer, which of `kv_source_layer_ids` it reads; -1 if window only."""
         return tuple(
             max(i for i, s in enumerate(self.kv_source_layer_ids) if s <= layer) if ratio else -1
-            for layer, ratio in enumerate(self.compress_ratios[: self.num_hidden_layers])
+            for layer, ratio in enumerate(self.layer_ratios)
         )
 
     @cached_property

@@ -16,7 +16,7 @@ from safetensors import safe_open
 from safetensors.numpy import load_file
 
 from ds41jax.config import ModelConfig, VisionConfig, parse_config
-from ds41jax.formats import Numerics
+from ds41jax.kernels.compute import FLOAT32, REFERENCE, Compute
 from ds41jax.model.norm import rms_norm
 from ds41jax.model.tensors import TensorSpec
 from ds41jax.model.vision import (
@@ -35,7 +35,7 @@ from ds41jax.model.vision import (
     vit_block,
 )
 
-REFERENCE, FLOAT32 = Numerics.REFERENCE, Numerics.FLOAT32
+REFERENCE, FLOAT32 = REFERENCE, FLOAT32
 LIMITS = {REFERENCE: 0.008, FLOAT32: 1e-4}  # relative rms, recorded with the golden data
 OFFICIAL_CONFIG = Path(__file__).parent.parent / "configs" / "deepseek-v4.1-flash.json"
 TINY_SHARD = GOLDEN / "tiny" / "model-00001-of-00004.safetensors"
@@ -104,9 +104,9 @@ def tiny_run() -> dict[str, np.ndarray]:
 RUN_GRID = (6, 8)
 
 
-def jitted(function: Callable[..., Any], config: VisionConfig, numerics: Numerics) -> Any:
+def jitted(function: Callable[..., Any], config: VisionConfig, compute: Compute) -> Any:
     """Compiled as in use, where XLA could drop roundings that the eager path keeps."""
-    return jax.jit(functools.partial(function, config=config, numerics=numerics))
+    return jax.jit(functools.partial(function, config=config, compute=compute))
 
 
 def random_patches(grid: tuple[int, int], seed: int = 0) -> np.ndarray:
@@ -139,7 +139,7 @@ def test_released_size() -> None:
 def test_patch_embedding_and_rotary_tables() -> None:
     config, weights = tiny()
     ops = tiny_ops()
-    embedded = jax.jit(functools.partial(affine, numerics=REFERENCE))(
+    embedded = jax.jit(functools.partial(affine, compute=REFERENCE))(
         flat(ops["image.patches"]), weights.patch_embed
     )
     expected = ops["patch_embed"].astype(np.float32)
@@ -187,11 +187,11 @@ def test_span_of_the_recorded_run() -> None:
     assert rel_rms(features, run["vit_out"]) <= LIMITS[REFERENCE]
     types = token_types(2, 3)
     np.testing.assert_array_equal(types, run["span_types"])
-    for numerics, recorded in (REFERENCE, "aligner_out"), (FLOAT32, "aligner_out_smooth"):
-        span = image_span(weights, run["patches"], *RUN_GRID, config, numerics)
-        assert span.dtype == numerics.dtype
+    for compute, recorded in (REFERENCE, "aligner_out"), (FLOAT32, "aligner_out_smooth"):
+        span = image_span(weights, run["patches"], *RUN_GRID, config, compute)
+        assert span.dtype == compute.dtype
         assert span.shape == (10, 128)
-        assert rel_rms(span[types == 1], run[recorded]) <= LIMITS[numerics]
+        assert rel_rms(span[types == 1], run[recorded]) <= LIMITS[compute]
         for kind, mark in (0, "image_start"), (2, "image_newline"), (3, "image_end"):
             rows = np.asarray(span[types == kind])
             np.testing.assert_array_equal(rows, np.broadcast_to(getattr(weights, mark), rows.shape))
@@ -210,8 +210,8 @@ def test_span_is_the_unpadded_computation(grid: tuple[int, int]) -> None:
     assert rel_rms(span[types == 1], tokens) <= 1e-6
 
 
-@pytest.mark.parametrize("numerics", Numerics)
-def test_padding_does_not_matter(numerics: Numerics) -> None:
+@pytest.mark.parametrize("compute", Compute)
+def test_padding_does_not_matter(compute: Compute) -> None:
     """Same bits whatever the padding holds; a larger bucket only reorders sums."""
     config, weights = tiny()
     grid = (7, 11)
@@ -220,10 +220,10 @@ def test_padding_does_not_matter(numerics: Numerics) -> None:
     for bucket, filling in (128, 0), (128, 1000), (256, 0), (640, 0):
         padded = jnp.full((bucket, patches.shape[1]), filling, patches.dtype)
         padded = padded.at[: len(patches)].set(patches)
-        full = padded_image_span(weights, padded, jnp.array(grid), config, numerics)
+        full = padded_image_span(weights, padded, jnp.array(grid), config, compute)
         spans[bucket, filling] = np.asarray(full[: 3 * 5 + 2])
     np.testing.assert_array_equal(spans[128, 0], spans[128, 1000])
-    limit = LIMITS[REFERENCE] if numerics is REFERENCE else 1e-6
+    limit = LIMITS[REFERENCE] if compute is REFERENCE else 1e-6
     assert rel_rms(spans[256, 0], spans[128, 0]) <= limit
     assert rel_rms(spans[640, 0], spans[128, 0]) <= limit
 
@@ -276,33 +276,33 @@ def official_block() -> Any:
     return jax.tree.map(lambda spec: jnp.asarray(generated(spec.name.format(i=3))), specs)
 
 
-@pytest.mark.parametrize("numerics", Numerics)
-def test_official_block(numerics: Numerics) -> None:
+@pytest.mark.parametrize("compute", Compute)
+def test_official_block(compute: Compute) -> None:
     config, recorded, info = official()
-    x = jnp.asarray(generated("h.x")).astype(numerics.dtype)
+    x = jnp.asarray(generated("h.x")).astype(compute.dtype)
     grid_h, grid_w = info["grid"]
     assert len(x) == grid_h * grid_w
     weights, rows = official_block(), np.array(info["rows"])
     rotary, valid = rotary_tables(grid_w, len(x), config), jnp.ones(len(x), bool)
-    out = np.asarray(jitted(vit_block, config, numerics)(weights, x, rotary, valid))[rows]
-    prefix = "" if numerics is REFERENCE else "smooth."
-    assert rel_rms(out, recorded[f"{prefix}block_out"]) <= LIMITS[numerics]
-    if numerics is REFERENCE:
-        h = rms_norm(x, weights.norm1, NORM_EPS, numerics)
-        attention = jitted(vit_attention, config, numerics)(weights, h, rotary, valid)
-        assert rel_rms(np.asarray(attention)[rows], recorded["block_attn"]) <= LIMITS[numerics]
+    out = np.asarray(jitted(vit_block, config, compute)(weights, x, rotary, valid))[rows]
+    prefix = "" if compute is REFERENCE else "smooth."
+    assert rel_rms(out, recorded[f"{prefix}block_out"]) <= LIMITS[compute]
+    if compute is REFERENCE:
+        h = rms_norm(x, weights.norm1, NORM_EPS, compute)
+        attention = jitted(vit_attention, config, compute)(weights, h, rotary, valid)
+        assert rel_rms(np.asarray(attention)[rows], recorded["block_attn"]) <= LIMITS[compute]
 
 
-@pytest.mark.parametrize("numerics", Numerics)
-def test_official_aligner(numerics: Numerics) -> None:
+@pytest.mark.parametrize("compute", Compute)
+def test_official_aligner(compute: Compute) -> None:
     config, recorded, info = official()
     specs = vision_specs(load_config(OFFICIAL_CONFIG)).aligner
     weights = jax.tree.map(lambda spec: jnp.asarray(generated(spec.name)), specs)
-    x = jnp.asarray(generated("h.aligner_in")).astype(numerics.dtype)
+    x = jnp.asarray(generated("h.aligner_in")).astype(compute.dtype)
     count, width = info["aligner_tokens"]
-    run = jitted(functools.partial(aligner, num_tokens=count), config, numerics)
+    run = jitted(functools.partial(aligner, num_tokens=count), config, compute)
     tokens = np.asarray(run(weights, x, *info["grid"]))
     assert tokens.shape == (count, width)
-    prefix = "" if numerics is REFERENCE else "smooth."
+    prefix = "" if compute is REFERENCE else "smooth."
     found = tokens[np.array(info["aligner_rows"])]
-    assert rel_rms(found, recorded[f"{prefix}aligner_out"]) <= LIMITS[numerics]
+    assert rel_rms(found, recorded[f"{prefix}aligner_out"]) <= LIMITS[compute]

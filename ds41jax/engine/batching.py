@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -71,7 +72,7 @@ def build_batch(
     bucket = row_bucket(count, buckets)
     slots = page_tables.shape[1]
     positions = [np.arange(s.start, s.start + len(s)) for s in sequences]
-    per_slot = {name: np.zeros(slots, np.int32) for name in _PER_SLOT}
+    per_slot: dict[str, Any] = {name: np.zeros(slots, np.int32) for name in _PER_SLOT}
     for s in sequences:
         per_slot["starts"][s.slot] = s.start
         per_slot["ends"][s.slot] = s.start + len(s)
@@ -79,24 +80,24 @@ def build_batch(
             per_slot[name][s.slot] = getattr(s, name)
     if logit_rows is None:
         logit_rows = range(bucket)
-    return StepBatch(
-        token_ids=_joined([s.token_ids for s in sequences], bucket, np.int32),
-        positions=_joined(positions, bucket, np.int32),
-        slots=_joined([np.full(len(s), s.slot) for s in sequences], bucket, np.int32, slots),
-        is_image=_joined([_flags(s) for s in sequences], bucket, bool),
-        image_embeds=_image_embeds(sequences, bucket, config),
-        engram=_engram_rows(sequences, bucket, config),
-        page_tables=page_tables,
-        logit_rows=np.asarray(logit_rows, np.int32),
-        **per_slot,
-    )
+    per_row: dict[str, Any] = {
+        "token_ids": _joined([s.token_ids for s in sequences], bucket, np.int32),
+        "positions": _joined(positions, bucket, np.int32),
+        "slots": _joined([np.full(len(s), s.slot) for s in sequences], bucket, np.int32, slots),
+        "is_image": _joined([_flags(s) for s in sequences], bucket, bool),
+        "image_embeds": _image_embeds(sequences, bucket, config),
+        "engram": _engram_rows(sequences, bucket, config),
+        "page_tables": page_tables,
+        "logit_rows": np.asarray(logit_rows, np.int32),
+    }
+    return StepBatch(**per_row, **per_slot)
 
 
 _PER_SLOT = ("starts", "ends", "window_floor", "decoder_floor", "global_floor")
 
 
 def _joined(parts: Sequence[np.ndarray], rows: int, dtype: type, fill: int = 0) -> np.ndarray:
-    joined = np.full(rows, fill, dtype)
+    joined: np.ndarray = np.full(rows, fill, dtype)
     joined[: sum(map(len, parts))] = np.concatenate(parts)
     return joined
 

@@ -8,12 +8,14 @@ lowest id.
 import math
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
+from ds41jax.kernels.compute import REFERENCE
 from ds41jax.kernels.rows import map_rows
 
 MAX_SEED = 2**64 - 1
@@ -60,21 +62,22 @@ class SamplingRows:
 
 def sampling_rows(params: list[SamplingParams], index: list[int]) -> SamplingRows:
     """Rows as numpy arrays, one per entry."""
-    return SamplingRows(
-        temperature=np.array([p.temperature for p in params], np.float32),
-        top_p=np.array([p.top_p for p in params], np.float32),
-        top_k=np.array([p.top_k for p in params], np.int32),
-        min_p=np.array([p.min_p for p in params], np.float32),
-        seed=np.array([divmod(p.seed, 1 << 32) for p in params], np.uint32).reshape(-1, 2),
-        index=np.array(index, np.int32),
-    )
+    columns: dict[str, Any] = {
+        "temperature": np.array([p.temperature for p in params], np.float32),
+        "top_p": np.array([p.top_p for p in params], np.float32),
+        "top_k": np.array([p.top_k for p in params], np.int32),
+        "min_p": np.array([p.min_p for p in params], np.float32),
+        "seed": np.array([divmod(p.seed, 1 << 32) for p in params], np.uint32).reshape(-1, 2),
+        "index": np.array(index, np.int32),
+    }
+    return SamplingRows(**columns)
 
 
-@partial(jax.jit)
+@jax.jit
 def choose_tokens(logits: jax.Array, rows: SamplingRows) -> jax.Array:
     """Token ids [T] int32 for logits [T, V] float32; -inf forbids a token."""
     filtered = jnp.any((rows.top_k > 0) | (rows.top_p < 1))
-    return map_rows(partial(_choose, filtered=filtered), logits, rows, tile=1)
+    return map_rows(REFERENCE, partial(_choose, filtered=filtered), logits, rows, tile=1)
 
 
 def _choose(logits: jax.Array, row: SamplingRows, filtered: jax.Array) -> jax.Array:

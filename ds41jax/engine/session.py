@@ -4,15 +4,16 @@
 """
 
 from dataclasses import dataclass
+from typing import Any
 
-import jax
 import numpy as np
 
 from ds41jax.config import ModelConfig
 from ds41jax.engine import steps
 from ds41jax.engine.batching import ROW_BUCKETS, SequenceRows, build_batch
 from ds41jax.engine.loading import Model
-from ds41jax.formats import Numerics, QuantizedArray
+from ds41jax.formats import QuantizedArray
+from ds41jax.kernels.compute import REFERENCE, Compute
 from ds41jax.model.drafter import Draft
 from ds41jax.model.state import PAGE_ROWS, CacheShape, StepBatch, init_state
 
@@ -41,8 +42,8 @@ class Prompt:
 class StepResult:
     """Float32 logits [n or 1, vocabulary] and drafter inputs [n, targets * hidden] of a step."""
 
-    logits: jax.Array
-    main_hidden: jax.Array
+    logits: Any
+    main_hidden: Any
 
 
 class Session:
@@ -52,7 +53,7 @@ class Session:
     independent of how the rows were split into steps.
     """
 
-    def __init__(self, model: Model, max_length: int, numerics: Numerics = Numerics.REFERENCE):
+    def __init__(self, model: Model, max_length: int, compute: Compute = REFERENCE):
         """Allocates caches for `max_length` positions.
 
         Raises:
@@ -63,7 +64,7 @@ class Session:
             raise ValueError(
                 f"{max_length} positions exceed the context of {config.max_position_embeddings}"
             )
-        self.model, self.numerics = model, numerics
+        self.model, self.compute = model, compute
         self.max_length = max_length
         self.length = 0
         self._tokens = np.zeros(max_length, np.int32)
@@ -72,7 +73,7 @@ class Session:
         sources = len(config.kv_source_layer_ids)
         shape = (sources, 1, pages)
         self._page_tables = np.arange(sources * pages, dtype=np.int32).reshape(shape)
-        self._state = init_state(config, CacheShape(1, sources * pages), numerics)
+        self._state = init_state(config, CacheShape(1, sources * pages), compute)
 
     @property
     def config(self) -> ModelConfig:
@@ -99,7 +100,7 @@ class Session:
         for first, last in chunks(count):
             batch, _ = self._batch(prompt, slice(first, last))
             self._state = steps.encode_step(
-                self.model.params, self._state, batch, self.config, self.numerics
+                self.model.params, self._state, batch, self.config, self.compute
             )
         kept = max(0, count - self.config.sliding_window)
         results = [
@@ -112,7 +113,7 @@ class Session:
     def _run_suffix(self, prompt: Prompt, rows: slice, floor: int, all_rows: bool) -> StepResult:
         batch, count = self._batch(prompt, rows, all_rows, floor=floor)
         self._state, logits, hidden = steps.suffix_step(
-            self.model.params, self._state, batch, self.config, self.numerics
+            self.model.params, self._state, batch, self.config, self.compute
         )
         return StepResult(logits[:count], hidden[:count])
 
@@ -134,13 +135,13 @@ class Session:
             np.array([anchor], np.int32),
             np.array([self.length], np.int32),
             self.config,
-            self.numerics,
+            self.compute,
         )
 
     def _feed(self, prompt: Prompt, rows: slice, all_rows: bool, offset: int = 0) -> StepResult:
         batch, count = self._batch(prompt, rows, all_rows, offset)
         self._state, logits, hidden = steps.full_step(
-            self.model.params, self._state, batch, self.config, self.numerics
+            self.model.params, self._state, batch, self.config, self.compute
         )
         self.length = rows.stop + offset
         return StepResult(logits[:count], hidden[:count])

@@ -5,13 +5,13 @@ from functools import partial
 import jax
 
 from ds41jax.config import ModelConfig
-from ds41jax.formats import Numerics
+from ds41jax.kernels.compute import Compute
 from ds41jax.model import backbone, drafter
 from ds41jax.model.drafter import Draft
 from ds41jax.model.params import Params
 from ds41jax.model.state import KVState, StepBatch
 
-_program = partial(jax.jit, static_argnames=("config", "numerics"), donate_argnames=("state",))
+_program = partial(jax.jit, static_argnames=("config", "compute"), donate_argnames=("state",))
 
 
 def _with_draft_rows(
@@ -19,50 +19,50 @@ def _with_draft_rows(
     params: Params,
     batch: StepBatch,
     config: ModelConfig,
-    numerics: Numerics,
+    compute: Compute,
 ) -> tuple[KVState, jax.Array, jax.Array]:
     state, logits, main_hidden = result
     if params.drafter is not None:
-        state = drafter.absorb(params.drafter, state, main_hidden, batch, config, numerics)
+        state = drafter.absorb(params.drafter, state, main_hidden, batch, config, compute)
     return state, logits, main_hidden
 
 
 @_program
 def full_step(
-    params: Params, state: KVState, batch: StepBatch, config: ModelConfig, numerics: Numerics
+    params: Params, state: KVState, batch: StepBatch, config: ModelConfig, compute: Compute
 ) -> tuple[KVState, jax.Array, jax.Array]:
     """All layers on all rows; the drafter's rings follow. See `backbone.forward`."""
-    result = backbone.forward(params, state, batch, config, numerics)
-    return _with_draft_rows(result, params, batch, config, numerics)
+    result = backbone.forward(params, state, batch, config, compute)
+    return _with_draft_rows(result, params, batch, config, compute)
 
 
 @_program
 def encode_step(
-    params: Params, state: KVState, batch: StepBatch, config: ModelConfig, numerics: Numerics
+    params: Params, state: KVState, batch: StepBatch, config: ModelConfig, compute: Compute
 ) -> KVState:
     """One chunk of a bounded prefill. See `backbone.encode`."""
-    return backbone.encode(params, state, batch, config, numerics)
+    return backbone.encode(params, state, batch, config, compute)
 
 
 @_program
 def suffix_step(
-    params: Params, state: KVState, batch: StepBatch, config: ModelConfig, numerics: Numerics
+    params: Params, state: KVState, batch: StepBatch, config: ModelConfig, compute: Compute
 ) -> tuple[KVState, jax.Array, jax.Array]:
     """The end of a bounded prefill; the drafter's rings follow. See `backbone.decode_suffix`."""
-    result = backbone.decode_suffix(params, state, batch, config, numerics)
-    return _with_draft_rows(result, params, batch, config, numerics)
+    result = backbone.decode_suffix(params, state, batch, config, compute)
+    return _with_draft_rows(result, params, batch, config, compute)
 
 
-@partial(jax.jit, static_argnames=("config", "numerics"))
+@partial(jax.jit, static_argnames=("config", "compute"))
 def draft_step(
     params: Params,
     state: KVState,
     anchors: jax.Array,
     positions: jax.Array,
     config: ModelConfig,
-    numerics: Numerics,
+    compute: Compute,
 ) -> Draft:
     """A drafted block for every slot. See `drafter.draft`."""
     return drafter.draft(
-        params.drafter, params.embed, params.head, state, anchors, positions, config, numerics
+        params.drafter, params.embed, params.head, state, anchors, positions, config, compute
     )

@@ -12,7 +12,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ds41jax.formats import Numerics, QuantizedArray, values
+from ds41jax.formats import QuantizedArray, values
+from ds41jax.kernels.compute import Compute
 from ds41jax.kernels.linear import quantized_linear
 from ds41jax.kernels.rows import map_rows
 
@@ -28,19 +29,19 @@ def expert_mlp(
     matrices: tuple[jax.Array, jax.Array, jax.Array],
     weight: jax.Array | None,
     limit: float,
-    numerics: Numerics,
+    compute: Compute,
 ) -> jax.Array:
     """One expert, (gate, down, up) as values, on rows x [..., D].
 
     `weight` scales the hidden layer before that is quantised.
     """
     w1, w2, w3 = matrices
-    gate = quantized_linear(x, w1, numerics)
-    up = quantized_linear(x, w3, numerics)
+    gate = quantized_linear(x, w1, compute)
+    up = quantized_linear(x, w3, compute)
     hidden = swiglu(gate, up, limit)
     if weight is not None:
         hidden = hidden * weight
-    return quantized_linear(numerics.round(hidden), w2, numerics)
+    return quantized_linear(compute.round(hidden), w2, compute)
 
 
 def routed_experts(
@@ -49,7 +50,7 @@ def routed_experts(
     weights: jax.Array,
     matrices: tuple[QuantizedArray, QuantizedArray, QuantizedArray],
     limit: float,
-    numerics: Numerics,
+    compute: Compute,
 ) -> jax.Array:
     """Sum over a row's experts, in the order of its choices.
 
@@ -68,9 +69,10 @@ def routed_experts(
 
     def pair(x: jax.Array, expert: jax.Array, weight: jax.Array) -> jax.Array:
         w1, w2, w3 = (values(_expert(w, expert[0])) for w in matrices)
-        return expert_mlp(x, (w1, w2, w3), weight[:, None], limit, numerics)
+        return expert_mlp(x, (w1, w2, w3), weight[:, None], limit, compute)
 
     each = map_rows(
+        compute,
         pair,
         jnp.repeat(x, choices, axis=0),
         expert_ids.reshape(-1),

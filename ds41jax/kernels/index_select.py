@@ -8,12 +8,12 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ds41jax.formats import Numerics
+from ds41jax.kernels.compute import Compute
 from ds41jax.kernels.linear import dot
 
 
 def index_scores(
-    q: jax.Array, head_weights: jax.Array, keys: jax.Array, numerics: Numerics
+    q: jax.Array, head_weights: jax.Array, keys: jax.Array, compute: Compute
 ) -> jax.Array:
     """Sum over heads of weight * relu(q . k) for one query, in the activation dtype's precision.
 
@@ -25,10 +25,10 @@ def index_scores(
     Returns:
       [N] float32 scores; products, weighted products and their sum are each rounded.
     """
-    scores = numerics.round(dot(q, keys)).astype(jnp.float32)
+    scores = compute.round(dot(q, keys)).astype(jnp.float32)
     weighted = jax.nn.relu(scores) * head_weights.astype(jnp.float32)[:, None]
-    total = numerics.round(weighted).astype(jnp.float32).sum(0)
-    return numerics.round(total).astype(jnp.float32) + 0.0  # -0 would lose its ties against +0
+    total = compute.round(weighted).astype(jnp.float32).sum(0)
+    return compute.round(total).astype(jnp.float32) + 0.0  # -0 would lose its ties against +0
 
 
 def candidate_blocks(

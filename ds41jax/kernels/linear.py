@@ -9,7 +9,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ds41jax.formats import Format, Numerics
+from ds41jax.formats import Format
+from ds41jax.kernels.compute import Compute
 
 
 def dot(x: jax.Array, w: jax.Array) -> jax.Array:
@@ -23,17 +24,17 @@ def dot(x: jax.Array, w: jax.Array) -> jax.Array:
     )
 
 
-def linear(x: jax.Array, w: jax.Array, numerics: Numerics) -> jax.Array:
+def linear(x: jax.Array, w: jax.Array, compute: Compute) -> jax.Array:
     """A product with an unquantised weight, rounded once. x [..., in], w [out, in]."""
-    return numerics.round(dot(x, w))
+    return compute.round(dot(x, w))
 
 
-def quantized_linear(x: jax.Array, w: jax.Array, numerics: Numerics) -> jax.Array:
+def quantized_linear(x: jax.Array, w: jax.Array, compute: Compute) -> jax.Array:
     """A product with a quantised weight, given as its values; the input is quantised to FP8."""
-    return numerics.round(dot(numerics.fake_quantize(x, Format.FP8_GROUP), w))
+    return compute.round(dot(compute.fake_quantize(x, Format.FP8_GROUP), w))
 
 
-def grouped_linear(x: jax.Array, w: jax.Array, numerics: Numerics) -> jax.Array:
+def grouped_linear(x: jax.Array, w: jax.Array, compute: Compute) -> jax.Array:
     """Block-diagonal product: x [..., G, in] by w [G, out, in] -> [..., G, out]; input as is."""
     product = jnp.einsum(
         "...gd,grd->...gr",
@@ -42,4 +43,4 @@ def grouped_linear(x: jax.Array, w: jax.Array, numerics: Numerics) -> jax.Array:
         precision=lax.Precision.HIGHEST,
         preferred_element_type=jnp.float32,
     )
-    return numerics.round(product)
+    return compute.round(product)

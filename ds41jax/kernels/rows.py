@@ -12,15 +12,18 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from ds41jax.kernels.compute import Compute
+
 ROW_TILE = 8
 
 T = TypeVar("T")
 
 
-def map_rows(function: Callable[..., T], *rows: Any, tile: int = ROW_TILE) -> T:
+def map_rows(compute: Compute, function: Callable[..., T], *rows: Any, tile: int = ROW_TILE) -> T:
     """Applies `function` to tiles of rows.
 
     Args:
+      compute: which kernels run; the jnp ones need the tiles.
       function: takes arrays (or trees of them) of `tile` rows, returns a tree of `tile`-row arrays,
         and treats every row alike and apart. What it closes over is shared by all rows.
       *rows: trees of arrays with the same number of rows on their first axis.

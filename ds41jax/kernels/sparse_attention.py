@@ -12,7 +12,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ds41jax.formats import Numerics, QuantizedArray, values
+from ds41jax.formats import QuantizedArray, values
+from ds41jax.kernels.compute import Compute
 from ds41jax.kernels.rows import map_rows
 
 BLOCK = 64
@@ -34,7 +35,7 @@ def attend(
     valid: jax.Array,
     sink: jax.Array,
     scale: float,
-    numerics: Numerics,
+    compute: Compute,
 ) -> jax.Array:
     """Online softmax attention of q [T, H, D] over its own keys [T, K, D] where valid [T, K]."""
     t, heads, width = q.shape
@@ -52,7 +53,7 @@ def attend(
         new_top = jnp.maximum(top, scores.max(-1))
         p = jnp.exp(scores - new_top[..., None])
         decay = jnp.exp(top - new_top)
-        weighted = _contract("thk,tkd->thd", numerics.round(p).astype(jnp.float32), block)
+        weighted = _contract("thk,tkd->thd", compute.round(p).astype(jnp.float32), block)
         return new_top, total * decay + p.sum(-1), out * decay[..., None] + weighted
 
     start = (
@@ -62,7 +63,7 @@ def attend(
     )
     top, total, out = lax.fori_loop(0, keys.shape[1] // BLOCK, step, start)
     total = total + jnp.exp(sink - top)
-    return numerics.round(out / total[..., None])
+    return compute.round(out / total[..., None])
 
 
 def _contract(expression: str, a: jax.Array, b: jax.Array) -> jax.Array:
@@ -76,7 +77,7 @@ def sparse_attention(
     sources: tuple[tuple[Rows, jax.Array], ...],
     sink: jax.Array,
     scale: float,
-    numerics: Numerics,
+    compute: Compute,
 ) -> jax.Array:
     """Attention over rows gathered by index from one or more stores.
 
@@ -86,7 +87,7 @@ def sparse_attention(
         order, which fixes the order of summation.
       sink: [H] float32 sink logits.
       scale: factor of the scores.
-      numerics: rounding of probabilities and output.
+      compute: rounding of probabilities and output.
 
     Returns:
       [T, H, D] in the activation dtype.
@@ -95,6 +96,6 @@ def sparse_attention(
     def tile(q: jax.Array, *index: jax.Array) -> jax.Array:
         keys = [take_rows(rows, i) for (rows, _), i in zip(sources, index, strict=True)]
         valid = jnp.concatenate(index, axis=1) >= 0
-        return attend(q, jnp.concatenate(keys, axis=1), valid, sink, scale, numerics)
+        return attend(q, jnp.concatenate(keys, axis=1), valid, sink, scale, compute)
 
-    return map_rows(tile, q, *(index for _, index in sources))
+    return map_rows(compute, tile, q, *(index for _, index in sources))

@@ -14,7 +14,8 @@ import numpy as np
 from flax import struct
 
 from ds41jax.config import ModelConfig
-from ds41jax.formats import Format, Numerics, QuantizedArray, values
+from ds41jax.formats import Format, QuantizedArray, values
+from ds41jax.kernels.compute import Compute
 from ds41jax.kernels.linear import grouped_linear, quantized_linear
 from ds41jax.kernels.rows import map_rows
 from ds41jax.kernels.sparse_attention import sparse_attention
@@ -61,16 +62,16 @@ def window_rows(
     weights: AttentionWeights,
     frequencies: Frequencies,
     config: ModelConfig,
-    numerics: Numerics,
+    compute: Compute,
 ) -> Rows:
     """The layer's own key-value rows [T, D] of x [T, hidden], rotated and quantised for storage."""
     wkv, norm = values(weights.wkv), weights.kv_norm
 
     def tile(x: jax.Array, positions: jax.Array) -> Rows:
-        kv = rms_norm(quantized_linear(x, wkv, numerics), norm, config.rms_norm_eps, numerics)
-        return numerics.quantize(rotate(kv, positions, frequencies, numerics), Format.FP8_GROUP)
+        kv = rms_norm(quantized_linear(x, wkv, compute), norm, config.rms_norm_eps, compute)
+        return compute.quantize(rotate(kv, positions, frequencies, compute), Format.FP8_GROUP)
 
-    return map_rows(tile, x, positions)
+    return map_rows(compute, tile, x, positions)
 
 
 def queries(
@@ -79,19 +80,19 @@ def queries(
     weights: AttentionWeights,
     frequencies: Frequencies,
     config: ModelConfig,
-    numerics: Numerics,
+    compute: Compute,
 ) -> tuple[jax.Array, jax.Array]:
     """The normalised low-rank query [T, q_lora_rank] and the rotated queries [T, H, D]."""
     wq_a, wq_b, norm = values(weights.wq_a), values(weights.wq_b), weights.q_norm
 
     def tile(x: jax.Array, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
-        latent = quantized_linear(x, wq_a, numerics)
-        latent = rms_norm(latent, norm, config.rms_norm_eps, numerics)
-        q = quantized_linear(latent, wq_b, numerics)
+        latent = quantized_linear(x, wq_a, compute)
+        latent = rms_norm(latent, norm, config.rms_norm_eps, compute)
+        q = quantized_linear(latent, wq_b, compute)
         q = q.reshape(-1, config.num_attention_heads, config.head_dim)
-        return latent, rotate(q, positions, frequencies, numerics)
+        return latent, rotate(q, positions, frequencies, compute)
 
-    return map_rows(tile, x, positions)
+    return map_rows(compute, tile, x, positions)
 
 
 def window_index(batch: StepBatch, floor: jax.Array, window: int, ring: int) -> jax.Array:
@@ -146,12 +147,12 @@ def attend(
     weights: AttentionWeights,
     frequencies: Frequencies,
     config: ModelConfig,
-    numerics: Numerics,
+    compute: Compute,
 ) -> jax.Array:
     """Attention over the given rows, and the output projection: q [T, H, D] -> [T, hidden]."""
     scale = config.head_dim**-0.5
-    out = sparse_attention(q, sources, weights.attn_sink, scale, numerics)
-    return project_output(out, positions, weights, frequencies, config, numerics)
+    out = sparse_attention(q, sources, weights.attn_sink, scale, compute)
+    return project_output(out, positions, weights, frequencies, config, compute)
 
 
 def project_output(
@@ -160,7 +161,7 @@ def project_output(
     weights: AttentionWeights,
     frequencies: Frequencies,
     config: ModelConfig,
-    numerics: Numerics,
+    compute: Compute,
 ) -> jax.Array:
     """Rotates heads [T, H, D] back and projects them, by groups and then together, to [T, hidden].
 
@@ -171,8 +172,8 @@ def project_output(
     wo_b = values(weights.wo_b)
 
     def tile(out: jax.Array, positions: jax.Array) -> jax.Array:
-        out = rotate(out, positions, frequencies, numerics, inverse=True)
-        latent = grouped_linear(out.reshape(out.shape[0], groups, -1), wo_a, numerics)
-        return quantized_linear(latent.reshape(out.shape[0], -1), wo_b, numerics)
+        out = rotate(out, positions, frequencies, compute, inverse=True)
+        latent = grouped_linear(out.reshape(out.shape[0], groups, -1), wo_a, compute)
+        return quantized_linear(latent.reshape(out.shape[0], -1), wo_b, compute)
 
-    return map_rows(tile, out, positions)
+    return map_rows(compute, tile, out, positions)

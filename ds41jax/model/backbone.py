@@ -18,7 +18,8 @@ from flax import struct
 from jax import lax
 
 from ds41jax.config import ModelConfig, SelectRole
-from ds41jax.formats import Numerics, values
+from ds41jax.formats import values
+from ds41jax.kernels.compute import Compute
 from ds41jax.kernels.linear import dot
 from ds41jax.kernels.rows import map_rows
 from ds41jax.model import attention, compressor, indexer
@@ -61,12 +62,12 @@ def run_layers(
     params: Params,
     batch: StepBatch,
     config: ModelConfig,
-    numerics: Numerics,
+    compute: Compute,
 ) -> Carry:
     """Runs layers first to last - 1, all through one compiled body."""
 
     def body(index: Index, carry: Carry) -> Carry:
-        return layer(carry, index, params, batch, config, numerics)
+        return layer(carry, index, params, batch, config, compute)
 
     return lax.fori_loop(first, last, body, carry)
 
@@ -84,13 +85,13 @@ def layer(
     params: Params,
     batch: StepBatch,
     config: ModelConfig,
-    numerics: Numerics,
+    compute: Compute,
 ) -> Carry:
     """One layer. What it does follows from its index, which may be traced."""
-    stream = add_engram(carry.stream, index, params, batch, config, numerics)
+    stream = add_engram(carry.stream, index, params, batch, config, compute)
     taps = carry.taps
     if taps.shape[1]:
-        mean = numerics.round(jnp.mean(stream.astype(jnp.float32), axis=1))
+        mean = compute.round(jnp.mean(stream.astype(jnp.float32), axis=1))
         tap = lookup(config.tap_index, index)
         taps = taps.at[:, jnp.where(tap < 0, taps.shape[1], tap)].set(mean, mode="drop")
     state, selection = carry.state, carry.selection
@@ -98,13 +99,13 @@ def layer(
     def attend(x: jax.Array) -> jax.Array:
         nonlocal state, selection
         out, state, selection = attention_layer(
-            x, index, state, selection, params, batch, config, numerics
+            x, index, state, selection, params, batch, config, compute
         )
         return out
 
     weights = at_layer(params.layers, index)
     k = config.num_experts_per_tok
-    stream, pre = block(stream, carry.pre, batch.is_image, attend, weights, k, config, numerics)
+    stream, pre = block(stream, carry.pre, batch.is_image, attend, weights, k, config, compute)
     return Carry(stream=stream, pre=pre, state=state, selection=selection, taps=taps)
 
 
@@ -114,7 +115,7 @@ def add_engram(
     params: Params,
     batch: StepBatch,
     config: ModelConfig,
-    numerics: Numerics,
+    compute: Compute,
 ) -> jax.Array:
     """The streams with the layer's Engram lookup added, if it has one."""
     if not config.engram_layer_ids:
@@ -126,7 +127,7 @@ def add_engram(
     def look_up() -> jax.Array:
         mine = at_layer(params.engram, place)
         return engram(
-            stream, rows.map(lambda x: x[:, place]), ~batch.is_image, mine, config, numerics
+            stream, rows.map(lambda x: x[:, place]), ~batch.is_image, mine, config, compute
         )
 
     has_engram = tuple(int(place >= 0) for place in config.engram_index)
@@ -141,26 +142,26 @@ def attention_layer(
     params: Params,
     batch: StepBatch,
     config: ModelConfig,
-    numerics: Numerics,
+    compute: Compute,
 ) -> tuple[jax.Array, KVState, Selection]:
     """Attention of one layer on its normalised input x [T, D]; writes its rows, reads caches."""
     weights = at_layer(params.layers.attn, index)
     frequencies = layer_frequencies(config, index)
-    rows = attention.window_rows(x, batch.positions, weights, frequencies, config, numerics)
+    rows = attention.window_rows(x, batch.positions, weights, frequencies, config, compute)
     floor = window_floor(batch, index, config)
     window = attention.window_index(batch, floor, config.sliding_window, ring_rows(config))
     sources = [(attention.ring_and_step_rows(state.window, index, rows), window)]
     state = dataclasses.replace(state, window=write_ring(state.window, index, batch, rows))
-    latent, q = attention.queries(x, batch.positions, weights, frequencies, config, numerics)
+    latent, q = attention.queries(x, batch.positions, weights, frequencies, config, compute)
     if config.kv_source_layer_ids:
-        state = publish(x, index, state, params, batch, config, numerics)
-        selection = select(x, latent, index, state, selection, params, batch, config, numerics)
+        state = publish(x, index, state, params, batch, config, compute)
+        selection = select(x, latent, index, state, selection, params, batch, config, compute)
         reads = lookup(config.layer_ratios, index) > 0
         source = jnp.maximum(lookup(config.kv_source_index, index), 0)
         chosen = attention.global_index(selection.rows, batch, source)
         sources.append((attention.pool_rows(state), jnp.where(reads, chosen, -1)))
     out = attention.attend(
-        q, batch.positions, tuple(sources), weights, frequencies, config, numerics
+        q, batch.positions, tuple(sources), weights, frequencies, config, compute
     )
     return out, state, selection
 
@@ -188,7 +189,7 @@ def publish(
     params: Params,
     batch: StepBatch,
     config: ModelConfig,
-    numerics: Numerics,
+    compute: Compute,
 ) -> KVState:
     """Writes the layer's global rows and index keys, if it is a KV source."""
     variants = sorted(set(config.publish_ratios))
@@ -199,9 +200,9 @@ def publish(
 
     def make(ratio: int) -> compressor.GlobalRows:
         if ratio == 0:
-            return compressor.no_global_rows(x.shape[0], config, numerics)
+            return compressor.no_global_rows(x.shape[0], config, compute)
         return compressor.compress(
-            x, params.compressor, source, ratio, state.carry, batch, config, numerics
+            x, params.compressor, source, ratio, state.carry, batch, config, compute
         )
 
     made = choose(which, [partial(make, ratio) for ratio in variants])
@@ -217,7 +218,7 @@ def select(
     params: Params,
     batch: StepBatch,
     config: ModelConfig,
-    numerics: Numerics,
+    compute: Compute,
 ) -> Selection:
     """The selection that the layer attends to: its own if it is an index source."""
     source = lookup(config.kv_source_index, index)
@@ -226,11 +227,11 @@ def select(
     def score(role: SelectRole, ratio: int) -> Selection:
         chooser = at_layer(params.indexer, place)
         q, head_weights = indexer.index_queries(
-            x, latent, batch.positions, chooser, config, numerics
+            x, latent, batch.positions, chooser, config, compute
         )
         keys = indexer.sequence_keys(state, batch, source, ratio)
         chosen, _ = indexer.select(
-            q, head_weights, keys, batch, selection, role, ratio, config, numerics
+            q, head_weights, keys, batch, selection, role, ratio, config, compute
         )
         return chosen
 
@@ -245,11 +246,11 @@ def select(
     return choose(lookup(which, index), branches)
 
 
-def embed(params: Params, batch: StepBatch, config: ModelConfig, numerics: Numerics) -> jax.Array:
+def embed(params: Params, batch: StepBatch, config: ModelConfig, compute: Compute) -> jax.Array:
     """Token embeddings, or image embeddings on image rows, in every stream: [T, S, D]."""
-    x = params.embed[batch.token_ids].astype(numerics.dtype)
+    x = params.embed[batch.token_ids].astype(compute.dtype)
     if batch.image_embeds is not None:
-        x = jnp.where(batch.is_image[:, None], batch.image_embeds.astype(numerics.dtype), x)
+        x = jnp.where(batch.is_image[:, None], batch.image_embeds.astype(compute.dtype), x)
     return jnp.repeat(x[:, None], config.hc_mult, axis=1)
 
 
@@ -259,7 +260,7 @@ def start(
     state: KVState,
     batch: StepBatch,
     config: ModelConfig,
-    numerics: Numerics,
+    compute: Compute,
 ) -> Carry:
     """The carry that enters a first layer."""
     shape = (stream.shape[0], len(config.dspark_target_layer_ids), config.hidden_size)
@@ -268,32 +269,32 @@ def start(
         pre=pre,
         state=state,
         selection=indexer.empty_selection(batch, config),
-        taps=jnp.zeros(shape, numerics.dtype),
+        taps=jnp.zeros(shape, compute.dtype),
     )
 
 
 def head(
-    carry: Carry, params: Params, batch: StepBatch, config: ModelConfig, numerics: Numerics
+    carry: Carry, params: Params, batch: StepBatch, config: ModelConfig, compute: Compute
 ) -> jax.Array:
     """Float32 logits [rows, V] of the rows that the batch wants."""
     weight = values(params.head)
 
     def tile(stream: jax.Array, pre: jax.Array) -> jax.Array:
-        x = collapse(stream, pre, numerics)
-        return dot(rms_norm(x, params.norm, config.rms_norm_eps, numerics), weight)
+        x = collapse(stream, pre, compute)
+        return dot(rms_norm(x, params.norm, config.rms_norm_eps, compute), weight)
 
-    return map_rows(tile, carry.stream[batch.logit_rows], carry.pre[batch.logit_rows])
+    return map_rows(compute, tile, carry.stream[batch.logit_rows], carry.pre[batch.logit_rows])
 
 
 def _finish(
-    carry: Carry, params: Params, batch: StepBatch, config: ModelConfig, numerics: Numerics
+    carry: Carry, params: Params, batch: StepBatch, config: ModelConfig, compute: Compute
 ) -> tuple[KVState, jax.Array, jax.Array]:
-    logits = head(carry, params, batch, config, numerics)
+    logits = head(carry, params, batch, config, compute)
     return carry.state, logits, carry.taps.reshape(carry.taps.shape[0], -1)
 
 
 def forward(
-    params: Params, state: KVState, batch: StepBatch, config: ModelConfig, numerics: Numerics
+    params: Params, state: KVState, batch: StepBatch, config: ModelConfig, compute: Compute
 ) -> tuple[KVState, jax.Array, jax.Array]:
     """Every layer on every row: exact prefill, decoding, verification.
 
@@ -301,14 +302,14 @@ def forward(
       The caches, logits [rows, V] float32 of `batch.logit_rows`, and what conditions the drafter,
       [T, targets * D].
     """
-    stream = embed(params, batch, config, numerics)
-    carry = start(stream, initial_pre(stream.shape[0], config), state, batch, config, numerics)
-    carry = run_layers(carry, 0, config.num_hidden_layers, params, batch, config, numerics)
-    return _finish(carry, params, batch, config, numerics)
+    stream = embed(params, batch, config, compute)
+    carry = start(stream, initial_pre(stream.shape[0], config), state, batch, config, compute)
+    carry = run_layers(carry, 0, config.num_hidden_layers, params, batch, config, compute)
+    return _finish(carry, params, batch, config, compute)
 
 
 def encode(
-    params: Params, state: KVState, batch: StepBatch, config: ModelConfig, numerics: Numerics
+    params: Params, state: KVState, batch: StepBatch, config: ModelConfig, compute: Compute
 ) -> KVState:
     """The first part of a bounded prefill: the layers before the last KV source, and its caches.
 
@@ -317,16 +318,16 @@ def encode(
     """
     boundary = config.boundary_layer
     assert boundary is not None, "bounded prefill needs a KV source"
-    stream = embed(params, batch, config, numerics)
-    carry = start(stream, initial_pre(stream.shape[0], config), state, batch, config, numerics)
-    carry = run_layers(carry, 0, boundary, params, batch, config, numerics)
+    stream = embed(params, batch, config, compute)
+    carry = start(stream, initial_pre(stream.shape[0], config), state, batch, config, compute)
+    carry = run_layers(carry, 0, boundary, params, batch, config, compute)
     state = carry.state
     weights: BlockWeights = at_layer(params.layers, boundary)
     frequencies = layer_frequencies(config, boundary)
-    x = attention_input(carry.stream, carry.pre, weights, config, numerics)
-    rows = attention.window_rows(x, batch.positions, weights.attn, frequencies, config, numerics)
+    x = attention_input(carry.stream, carry.pre, weights, config, compute)
+    rows = attention.window_rows(x, batch.positions, weights.attn, frequencies, config, compute)
     state = dataclasses.replace(state, window=write_ring(state.window, boundary, batch, rows))
-    state = publish(x, boundary, state, params, batch, config, numerics)
+    state = publish(x, boundary, state, params, batch, config, compute)
     slots, index = ring_slots(batch, config.sliding_window)
     return dataclasses.replace(
         state,
@@ -336,7 +337,7 @@ def encode(
 
 
 def decode_suffix(
-    params: Params, state: KVState, batch: StepBatch, config: ModelConfig, numerics: Numerics
+    params: Params, state: KVState, batch: StepBatch, config: ModelConfig, compute: Compute
 ) -> tuple[KVState, jax.Array, jax.Array]:
     """The second part of a bounded prefill, on a prompt's last W rows after all chunks are encoded.
 
@@ -348,6 +349,6 @@ def decode_suffix(
     slots = jnp.minimum(batch.slots, state.suffix_pre.shape[0] - 1)
     index = batch.positions % config.sliding_window
     stream, pre = state.suffix_stream[slots, index], state.suffix_pre[slots, index]
-    carry = start(stream, pre, state, batch, config, numerics)
-    carry = run_layers(carry, boundary, config.num_hidden_layers, params, batch, config, numerics)
-    return _finish(carry, params, batch, config, numerics)
+    carry = start(stream, pre, state, batch, config, compute)
+    carry = run_layers(carry, boundary, config.num_hidden_layers, params, batch, config, compute)
+    return _finish(carry, params, batch, config, compute)

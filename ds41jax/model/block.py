@@ -6,7 +6,7 @@ import jax
 from flax import struct
 
 from ds41jax.config import ModelConfig
-from ds41jax.formats import Numerics
+from ds41jax.kernels.compute import Compute
 from ds41jax.kernels.rows import map_rows
 from ds41jax.model.attention import AttentionWeights, attention_specs
 from ds41jax.model.hyper_connections import (
@@ -56,15 +56,15 @@ def attention_input(
     pre: jax.Array,
     weights: BlockWeights,
     config: ModelConfig,
-    numerics: Numerics,
+    compute: Compute,
 ) -> jax.Array:
     """The normalised input [T, D] of a block's attention, of streams [T, S, D] and pre [T, S]."""
 
     def tile(stream: jax.Array, pre: jax.Array) -> jax.Array:
-        x = collapse(stream, pre, numerics)
-        return rms_norm(x, weights.attn_norm, config.rms_norm_eps, numerics)
+        x = collapse(stream, pre, compute)
+        return rms_norm(x, weights.attn_norm, config.rms_norm_eps, compute)
 
-    return map_rows(tile, stream, pre)
+    return map_rows(compute, tile, stream, pre)
 
 
 def block(
@@ -75,7 +75,7 @@ def block(
     weights: BlockWeights,
     num_experts_per_tok: int,
     config: ModelConfig,
-    numerics: Numerics,
+    compute: Compute,
 ) -> tuple[jax.Array, jax.Array]:
     """Runs one block.
 
@@ -97,16 +97,20 @@ def block(
     def between(
         stream: jax.Array, output: jax.Array, pre: jax.Array, post: jax.Array, comb: jax.Array
     ) -> tuple[jax.Array, ...]:
-        stream = expand(output, stream, post, comb, numerics)
+        stream = expand(output, stream, post, comb, compute)
         mixes = stream_mixes(stream, weights.hc_ffn, config)
-        x = collapse(stream, pre, numerics)
-        x = rms_norm(x, weights.ffn_norm, config.rms_norm_eps, numerics)
+        x = collapse(stream, pre, compute)
+        x = rms_norm(x, weights.ffn_norm, config.rms_norm_eps, compute)
         return stream, x, *split_mixes(mixes, weights.hc_ffn, config)
 
-    x = attention_input(stream, pre, weights, config, numerics)
-    attn_pre, post, comb = map_rows(mix_attention, stream)
+    x = attention_input(stream, pre, weights, config, compute)
+    attn_pre, post, comb = map_rows(compute, mix_attention, stream)
     output = attend(x)
-    stream, x, ffn_pre, post, comb = map_rows(between, stream, output, attn_pre, post, comb)
-    output = moe(x, is_image, weights.ffn, num_experts_per_tok, config, numerics)
-    stream = map_rows(lambda o, s, p, c: expand(o, s, p, c, numerics), output, stream, post, comb)
+    stream, x, ffn_pre, post, comb = map_rows(
+        compute, between, stream, output, attn_pre, post, comb
+    )
+    output = moe(x, is_image, weights.ffn, num_experts_per_tok, config, compute)
+    stream = map_rows(
+        compute, lambda o, s, p, c: expand(o, s, p, c, compute), output, stream, post, comb
+    )
     return stream, ffn_pre

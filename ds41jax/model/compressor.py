@@ -16,7 +16,8 @@ import jax.numpy as jnp
 from flax import struct
 
 from ds41jax.config import ModelConfig
-from ds41jax.formats import Format, Numerics, values
+from ds41jax.formats import Format, values
+from ds41jax.kernels.compute import Compute
 from ds41jax.kernels.linear import dot, linear
 from ds41jax.kernels.rows import map_rows
 from ds41jax.model.norm import rms_norm
@@ -68,12 +69,12 @@ class GlobalRows:
     halves: jax.Array
 
 
-def no_global_rows(rows: int, config: ModelConfig, numerics: Numerics) -> GlobalRows:
+def no_global_rows(rows: int, config: ModelConfig, compute: Compute) -> GlobalRows:
     """What a layer that is no KV source makes: nothing, in the shapes of `compress`."""
     zeros = partial(jnp.zeros, dtype=jnp.float32)
     return GlobalRows(
-        rows=numerics.quantize(zeros((rows, config.head_dim)), Format.KV_FP4),
-        keys=numerics.quantize(zeros((rows, config.index_head_dim)), Format.MXFP4),
+        rows=compute.quantize(zeros((rows, config.head_dim)), Format.KV_FP4),
+        keys=compute.quantize(zeros((rows, config.index_head_dim)), Format.MXFP4),
         complete=jnp.zeros(rows, bool),
         waiting=jnp.zeros(rows, bool),
         halves=zeros((rows, 2, config.head_dim)),
@@ -88,7 +89,7 @@ def compress(
     carry: jax.Array,
     batch: StepBatch,
     config: ModelConfig,
-    numerics: Numerics,
+    compute: Compute,
 ) -> GlobalRows:
     """The global rows and index keys that rows x [T, H] of KV source `source` complete.
 
@@ -96,16 +97,16 @@ def compress(
     """
     if ratio == 1:
         wkv = weights.wkv[source]
-        pooled = map_rows(lambda x: linear(x, wkv, numerics), x)
+        pooled = map_rows(compute, lambda x: linear(x, wkv, compute), x)
         halves = jnp.zeros((x.shape[0], 2, config.head_dim), jnp.float32)
         complete = batch.is_row
     else:
         pair = lookup(config.pair_index, source)
-        pooled, halves = _pool_pairs(x, weights, source, pair, carry[pair], batch, numerics)
+        pooled, halves = _pool_pairs(x, weights, source, pair, carry[pair], batch, compute)
         complete = batch.is_row & (batch.positions % 2 == 1)
     waiting = batch.is_row & ~complete
     positions = batch.positions // ratio * ratio
-    rows, keys = _latent_rows(pooled, positions, weights, source, config, numerics)
+    rows, keys = _latent_rows(pooled, positions, weights, source, config, compute)
     complete &= batch.positions >= batch.per_row(batch.global_floor)
     return GlobalRows(rows=rows, keys=keys, complete=complete, waiting=waiting, halves=halves)
 
@@ -154,23 +155,23 @@ def _pool_pairs(
     pair: jax.Array | int,
     carry: jax.Array,
     batch: StepBatch,
-    numerics: Numerics,
+    compute: Compute,
 ) -> tuple[jax.Array, jax.Array]:
     """Pools each row with its predecessor, from the step or the carry [S, ...]; also the halves."""
     wkv, wgate = values(weights.wkv[source]), values(weights.wgate[pair])
-    halves = map_rows(lambda x: jnp.stack([dot(x, wkv), dot(x, wgate)], axis=1), x)
+    halves = map_rows(compute, lambda x: jnp.stack([dot(x, wkv), dot(x, wgate)], axis=1), x)
     slots = jnp.minimum(batch.slots, carry.shape[0] - 1)
     carried = carry[slots, (batch.positions - 1) // 2 % CARRY_PAIRS]
     in_step = batch.positions > batch.per_row(batch.starts)
     first = jnp.where(in_step[:, None, None], jnp.roll(halves, 1, axis=0), carried)
-    return map_rows(lambda a, b: _gated_mean(a, b, numerics), first, halves), halves
+    return map_rows(compute, lambda a, b: _gated_mean(a, b, compute), first, halves), halves
 
 
-def _gated_mean(first: jax.Array, second: jax.Array, numerics: Numerics) -> jax.Array:
+def _gated_mean(first: jax.Array, second: jax.Array, compute: Compute) -> jax.Array:
     """Softmax over the pair's gate scores, per column; halves are [T, 2 (value, score), D]."""
     pair = jnp.stack([first, second], axis=1)
     gates = jax.nn.softmax(pair[:, :, 1], axis=1)
-    return numerics.round((pair[:, :, 0] * gates).sum(1))
+    return compute.round((pair[:, :, 0] * gates).sum(1))
 
 
 def _latent_rows(
@@ -179,7 +180,7 @@ def _latent_rows(
     weights: CompressorWeights,
     source: jax.Array | int,
     config: ModelConfig,
-    numerics: Numerics,
+    compute: Compute,
 ) -> tuple[Any, Any]:
     """Normalised, rotated, quantised global rows [T, D] and index keys [T, I]."""
     frequencies = compressed_frequencies(config)
@@ -187,13 +188,13 @@ def _latent_rows(
     wk, eps = values(weights.wk[source]), config.rms_norm_eps
 
     def tile(pooled: jax.Array, positions: jax.Array) -> tuple[Any, Any]:
-        latent = rms_norm(pooled, norm, eps, numerics)
-        key = rms_norm(linear(latent, wk, numerics), k_norm, eps, numerics)
-        key = rotate(key, positions, frequencies, numerics)
-        latent = rotate(latent, positions, frequencies, numerics)
+        latent = rms_norm(pooled, norm, eps, compute)
+        key = rms_norm(linear(latent, wk, compute), k_norm, eps, compute)
+        key = rotate(key, positions, frequencies, compute)
+        latent = rotate(latent, positions, frequencies, compute)
         return (
-            numerics.quantize(latent, Format.KV_FP4),
-            numerics.quantize(key, Format.MXFP4),
+            compute.quantize(latent, Format.KV_FP4),
+            compute.quantize(key, Format.MXFP4),
         )
 
-    return map_rows(tile, pooled, positions)
+    return map_rows(compute, tile, pooled, positions)

@@ -17,7 +17,8 @@ from flax import struct
 from jax import lax
 
 from ds41jax.config import ModelConfig
-from ds41jax.formats import Format, Numerics, QuantizedArray, values
+from ds41jax.formats import Format, QuantizedArray, values
+from ds41jax.kernels.compute import Compute
 from ds41jax.kernels.linear import dot, quantized_linear
 from ds41jax.kernels.rows import map_rows
 from ds41jax.model import attention
@@ -80,22 +81,20 @@ def absorb(
     main_hidden: jax.Array,
     batch: StepBatch,
     config: ModelConfig,
-    numerics: Numerics,
+    compute: Compute,
 ) -> KVState:
     """Writes the ring rows of a step's target rows, main_hidden [T, targets * D]."""
     frequencies = plain_frequencies(config)
     proj, norm = values(weights.main_proj), weights.main_norm
 
     def project(hidden: jax.Array) -> jax.Array:
-        return rms_norm(
-            quantized_linear(hidden, proj, numerics), norm, config.rms_norm_eps, numerics
-        )
+        return rms_norm(quantized_linear(hidden, proj, compute), norm, config.rms_norm_eps, compute)
 
-    x = map_rows(project, main_hidden)
+    x = map_rows(compute, project, main_hidden)
 
     def stage(i: jax.Array, ring: Any) -> Any:
         attn = at_layer(weights.stages.attn, i)
-        rows = attention.window_rows(x, batch.positions, attn, frequencies, config, numerics)
+        rows = attention.window_rows(x, batch.positions, attn, frequencies, config, compute)
         return write_ring(ring, i, batch, rows)
 
     ring = lax.fori_loop(0, config.num_nextn_predict_layers, stage, state.draft_window)
@@ -110,7 +109,7 @@ def draft(
     anchors: jax.Array,
     positions: jax.Array,
     config: ModelConfig,
-    numerics: Numerics,
+    compute: Compute,
 ) -> Draft:
     """Drafts the block after each slot's last token.
 
@@ -122,10 +121,10 @@ def draft(
     block_size = config.dspark_block_size
     noise = jnp.full((anchors.shape[0], block_size - 1), config.dspark_noise_token_id, jnp.int32)
     token_ids = jnp.concatenate([anchors[:, None], noise], axis=1).reshape(-1)
-    stream = jnp.repeat(embed[token_ids].astype(numerics.dtype)[:, None], config.hc_mult, axis=1)
+    stream = jnp.repeat(embed[token_ids].astype(compute.dtype)[:, None], config.hc_mult, axis=1)
     rows = (positions[:, None] + jnp.arange(block_size)).reshape(-1)
-    stream, pre = run_stages(weights, state, stream, rows, positions, config, numerics)
-    return chain(weights, head, stream, pre, anchors, config, numerics)
+    stream, pre = run_stages(weights, state, stream, rows, positions, config, compute)
+    return chain(weights, head, stream, pre, anchors, config, compute)
 
 
 def run_stages(
@@ -135,7 +134,7 @@ def run_stages(
     rows: jax.Array,
     positions: jax.Array,
     config: ModelConfig,
-    numerics: Numerics,
+    compute: Compute,
 ) -> tuple[jax.Array, jax.Array]:
     """All stages on block rows: stream [B * K, S, D] at positions rows [B * K]; also their pre."""
     frequencies = plain_frequencies(config)
@@ -146,13 +145,13 @@ def run_stages(
         mine: BlockWeights = at_layer(weights.stages, i)
 
         def attend(x: jax.Array) -> jax.Array:
-            kv = attention.window_rows(x, rows, mine.attn, frequencies, config, numerics)
-            _, q = attention.queries(x, rows, mine.attn, frequencies, config, numerics)
+            kv = attention.window_rows(x, rows, mine.attn, frequencies, config, compute)
+            _, q = attention.queries(x, rows, mine.attn, frequencies, config, compute)
             sources = ((attention.ring_and_step_rows(state.draft_window, i, kv), index),)
-            return attention.attend(q, rows, sources, mine.attn, frequencies, config, numerics)
+            return attention.attend(q, rows, sources, mine.attn, frequencies, config, compute)
 
         k = config.dspark_num_experts_per_tok
-        return block(*carry, text, attend, mine, k, config, numerics)
+        return block(*carry, text, attend, mine, k, config, compute)
 
     start = (stream, initial_pre(rows.shape[0], config))
     return lax.fori_loop(0, config.num_nextn_predict_layers, stage, start)
@@ -176,17 +175,17 @@ def chain(
     pre: jax.Array,
     anchors: jax.Array,
     config: ModelConfig,
-    numerics: Numerics,
+    compute: Compute,
 ) -> Draft:
     """Base logits of the block, then greedy choices with the Markov bias, and confidences."""
     slots, size = anchors.shape[0], config.dspark_block_size
     head, markov_head = values(head), values(weights.markov_head)
 
     def tile(stream: jax.Array, pre: jax.Array) -> tuple[jax.Array, jax.Array]:
-        x = collapse(stream, pre, numerics)
-        return x, dot(rms_norm(x, weights.norm, config.rms_norm_eps, numerics), head)
+        x = collapse(stream, pre, compute)
+        return x, dot(rms_norm(x, weights.norm, config.rms_norm_eps, compute), head)
 
-    hidden, base = map_rows(tile, stream, pre)
+    hidden, base = map_rows(compute, tile, stream, pre)
     hidden, base = hidden.reshape(slots, size, -1), base.reshape(slots, size, -1)
     confidence_weight = values(weights.confidence)
 
@@ -198,7 +197,7 @@ def chain(
             confidence = dot(features, confidence_weight)[:, 0]
             return jnp.argmax(logits, axis=-1).astype(jnp.int32), logits, confidence
 
-        out = map_rows(choose, *inputs, token)
+        out = map_rows(compute, choose, *inputs, token)
         return out[0], out
 
     by_position = (hidden.swapaxes(0, 1), base.swapaxes(0, 1))

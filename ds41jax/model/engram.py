@@ -13,7 +13,8 @@ from flax import struct
 from jax import lax
 
 from ds41jax.config import ModelConfig
-from ds41jax.formats import Format, Numerics, QuantizedArray, values
+from ds41jax.formats import Format, QuantizedArray, values
+from ds41jax.kernels.compute import Compute
 from ds41jax.kernels.linear import quantized_linear
 from ds41jax.kernels.rows import map_rows
 from ds41jax.model.tensors import spec
@@ -62,7 +63,7 @@ def engram(
     admitted: jax.Array,
     weights: EngramWeights,
     config: ModelConfig,
-    numerics: Numerics,
+    compute: Compute,
 ) -> jax.Array:
     """Adds the gated memory to the streams.
 
@@ -77,10 +78,10 @@ def engram(
 
     def tile(stream: jax.Array, rows: QuantizedArray, admitted: jax.Array) -> jax.Array:
         flat = values(rows).reshape(admitted.shape[0], -1)
-        kv = quantized_linear(flat, wkv, numerics).astype(jnp.float32)
+        kv = quantized_linear(flat, wkv, compute).astype(jnp.float32)
         key, value = kv[:, :split].reshape(stream.shape), kv[:, None, split:]
         wide = stream.astype(jnp.float32)
         gate = jnp.where(admitted[:, None], engram_gate(wide, key, weights, config), 0)
-        return numerics.round(wide + gate[..., None] * value)
+        return compute.round(wide + gate[..., None] * value)
 
-    return map_rows(tile, stream, rows, admitted)
+    return map_rows(compute, tile, stream, rows, admitted)

@@ -14,7 +14,7 @@ from flax import struct
 from jax import lax
 
 from ds41jax.config import ModelConfig
-from ds41jax.formats import Numerics
+from ds41jax.kernels.compute import Compute
 from ds41jax.kernels.linear import dot
 from ds41jax.model.tensors import spec
 
@@ -71,19 +71,19 @@ def stream_mixes(stream: jax.Array, weights: MixWeights, config: ModelConfig) ->
     return dot(flat, weights.fn) * scale
 
 
-def collapse(stream: jax.Array, pre: jax.Array, numerics: Numerics) -> jax.Array:
+def collapse(stream: jax.Array, pre: jax.Array, compute: Compute) -> jax.Array:
     """Streams [T, S, D] weighted by pre [T, S] to the sub-layer's input [T, D]."""
     terms = pre[..., None] * stream.astype(jnp.float32)
-    return numerics.round(_sum_in_order(terms, axis=1))
+    return compute.round(_sum_in_order(terms, axis=1))
 
 
 def expand(
-    output: jax.Array, stream: jax.Array, post: jax.Array, comb: jax.Array, numerics: Numerics
+    output: jax.Array, stream: jax.Array, post: jax.Array, comb: jax.Array, compute: Compute
 ) -> jax.Array:
     """Writes an output [T, D] back: stream k = post[k] * output + sum_j comb[j, k] * stream j."""
     terms = comb[..., None] * stream.astype(jnp.float32)[:, :, None, :]
     mixed = _sum_in_order(terms, axis=1)
-    return numerics.round(post[..., None] * output.astype(jnp.float32)[:, None, :] + mixed)
+    return compute.round(post[..., None] * output.astype(jnp.float32)[:, None, :] + mixed)
 
 
 def initial_pre(rows: int, config: ModelConfig) -> jax.Array:

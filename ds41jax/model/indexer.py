@@ -13,7 +13,8 @@ from flax import struct
 from jax import lax
 
 from ds41jax.config import ModelConfig, SelectRole
-from ds41jax.formats import Format, Numerics, QuantizedArray, values
+from ds41jax.formats import Format, QuantizedArray, values
+from ds41jax.kernels.compute import Compute
 from ds41jax.kernels.index_select import candidate_blocks, index_scores, top_rows
 from ds41jax.kernels.linear import linear, quantized_linear
 from ds41jax.kernels.rows import map_rows
@@ -81,7 +82,7 @@ def index_queries(
     positions: jax.Array,
     weights: IndexerWeights,
     config: ModelConfig,
-    numerics: Numerics,
+    compute: Compute,
 ) -> tuple[jax.Array, jax.Array]:
     """Quantised index queries [T, H, I] as values, and scaled head weights [T, H].
 
@@ -95,12 +96,12 @@ def index_queries(
     scale = width**-0.5 * heads**-0.5
 
     def tile(x: jax.Array, latent: jax.Array, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
-        q = quantized_linear(latent, wq_b, numerics).reshape(-1, heads, width)
-        q = rotate(q, positions, frequencies, numerics)
-        head_weights = linear(x, projection, numerics).astype(jnp.float32) * scale
-        return numerics.fake_quantize(q, Format.MXFP4), numerics.round(head_weights)
+        q = quantized_linear(latent, wq_b, compute).reshape(-1, heads, width)
+        q = rotate(q, positions, frequencies, compute)
+        head_weights = linear(x, projection, compute).astype(jnp.float32) * scale
+        return compute.fake_quantize(q, Format.MXFP4), compute.round(head_weights)
 
-    return map_rows(tile, x, q_latent, positions)
+    return map_rows(compute, tile, x, q_latent, positions)
 
 
 def sequence_keys(
@@ -122,7 +123,7 @@ def select(
     role: SelectRole,
     ratio: int,
     config: ModelConfig,
-    numerics: Numerics,
+    compute: Compute,
 ) -> tuple[Selection, jax.Array]:
     """Scores and selects one row at a time, so that long contexts stay small in memory.
 
@@ -144,7 +145,7 @@ def select(
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
         visible = (position[0] + 1) // ratio
         mine = lax.dynamic_index_in_dim(keys, slot[0], keepdims=False)
-        scores = index_scores(q[0], head_weights[0], mine, numerics)
+        scores = index_scores(q[0], head_weights[0], mine, compute)
         scores = jnp.where(jnp.arange(n) < visible, scores, -jnp.inf)
         kept, among = blocks[0], scores
         if role is SelectRole.SELECT_AND_FILTER:
@@ -156,6 +157,6 @@ def select(
 
     slots = jnp.minimum(batch.slots, keys.shape[0] - 1)
     rows, blocks, scores = map_rows(
-        one, q, head_weights, slots, batch.positions, selection.blocks, tile=1
+        compute, one, q, head_weights, slots, batch.positions, selection.blocks, tile=1
     )
     return Selection(rows=rows, blocks=blocks), scores

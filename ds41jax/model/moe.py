@@ -9,7 +9,8 @@ from flax import struct
 from jax import lax
 
 from ds41jax.config import ModelConfig
-from ds41jax.formats import Format, Numerics, QuantizedArray, values
+from ds41jax.formats import Format, QuantizedArray, values
+from ds41jax.kernels.compute import Compute
 from ds41jax.kernels.experts import expert_mlp, routed_experts
 from ds41jax.kernels.linear import dot
 from ds41jax.kernels.rows import map_rows
@@ -109,18 +110,20 @@ def moe(
     weights: MoeWeights,
     k: int,
     config: ModelConfig,
-    numerics: Numerics,
+    compute: Compute,
 ) -> jax.Array:
     """Routed and shared experts of rows x [T, D], summed in float32 and rounded once."""
     limit = config.swiglu_limit
-    ids, routing = map_rows(lambda x, image: route(x, image, weights.gate, k, config), x, is_image)
+    ids, routing = map_rows(
+        compute, lambda x, image: route(x, image, weights.gate, k, config), x, is_image
+    )
     e = weights.experts
-    routed = routed_experts(x, ids, routing, (e.w1, e.w2, e.w3), limit, numerics)
+    routed = routed_experts(x, ids, routing, (e.w1, e.w2, e.w3), limit, compute)
     s = weights.shared_experts
     dense = values(s.w1), values(s.w2), values(s.w3)
 
     def combine(x: jax.Array, routed: jax.Array) -> jax.Array:
-        shared = expert_mlp(x, dense, None, limit, numerics)
-        return numerics.round(routed + shared.astype(jnp.float32))
+        shared = expert_mlp(x, dense, None, limit, compute)
+        return compute.round(routed + shared.astype(jnp.float32))
 
-    return map_rows(combine, x, routed)
+    return map_rows(compute, combine, x, routed)

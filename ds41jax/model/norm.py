@@ -4,10 +4,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ds41jax.formats import Numerics
+from ds41jax.kernels.compute import Compute
 
 
-def rms_norm(x: jax.Array, weight: jax.Array, eps: float, numerics: Numerics) -> jax.Array:
+def rms_norm(x: jax.Array, weight: jax.Array, eps: float, compute: Compute) -> jax.Array:
     """weight * x / sqrt(mean(x^2) + eps) over the last axis, in float32, rounded once.
 
     With the text model's eps of 1e-20 a row of zeros stays zero and tiny rows are scaled up in
@@ -15,4 +15,4 @@ def rms_norm(x: jax.Array, weight: jax.Array, eps: float, numerics: Numerics) ->
     """
     x = x.astype(jnp.float32)
     scale = lax.rsqrt(jnp.mean(jnp.square(x), axis=-1, keepdims=True) + eps)
-    return numerics.round(weight.astype(jnp.float32) * (x * scale))
+    return compute.round(weight.astype(jnp.float32) * (x * scale))

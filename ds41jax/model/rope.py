@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ds41jax.config import ModelConfig, YarnConfig
-from ds41jax.formats import Numerics
+from ds41jax.kernels.compute import Compute
 
 
 def inverse_frequencies(dim: int, theta: float, yarn: YarnConfig | None) -> np.ndarray:
@@ -54,7 +54,7 @@ def rotate(
     x: jax.Array,
     positions: jax.Array,
     frequencies: jax.Array | np.ndarray,
-    numerics: Numerics,
+    compute: Compute,
     inverse: bool = False,
 ) -> jax.Array:
     """Rotates the last 2 * frequencies.shape[0] columns of x, adjacent pairs, by position *
@@ -64,7 +64,7 @@ def rotate(
       x: [T, ..., D].
       positions: [T] int32 absolute positions; the angle is their float32 product with a frequency.
       frequencies: [R / 2] float32, where R is the number of columns that turn.
-      numerics: rounding of the result.
+      compute: rounding of the result.
       inverse: rotate backwards.
     """
     angles = positions.astype(jnp.float32)[:, None] * frequencies
@@ -77,4 +77,4 @@ def rotate(
     pairs = turned.reshape(*turned.shape[:-1], width // 2, 2)
     a, b = pairs[..., 0], pairs[..., 1]
     rotated = jnp.stack([a * cos - b * sin, a * sin + b * cos], axis=-1).reshape(turned.shape)
-    return jnp.concatenate([kept, numerics.round(rotated).astype(x.dtype)], axis=-1)
+    return jnp.concatenate([kept, compute.round(rotated).astype(x.dtype)], axis=-1)

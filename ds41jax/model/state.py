@@ -14,7 +14,8 @@ import jax.numpy as jnp
 from flax import struct
 
 from ds41jax.config import ModelConfig
-from ds41jax.formats import Format, Numerics, QuantizedArray
+from ds41jax.formats import Format, QuantizedArray
+from ds41jax.kernels.compute import FLOAT32, Compute
 
 PAGE_ROWS = 256
 CARRY_PAIRS = 8  # open pairs kept a source: twice this is the widest rejection that can be repaired
@@ -106,8 +107,8 @@ def ring_rows(config: ModelConfig) -> int:
     return 2 * config.sliding_window
 
 
-def _empty(shape: tuple[int, ...], format: Format, numerics: Numerics) -> Rows:
-    if numerics is Numerics.FLOAT32:
+def _empty(shape: tuple[int, ...], format: Format, compute: Compute) -> Rows:
+    if compute is FLOAT32:
         return jnp.zeros(shape, jnp.float32)
     *lead, columns = shape
     kv = format is Format.KV_FP4
@@ -120,20 +121,20 @@ def _empty(shape: tuple[int, ...], format: Format, numerics: Numerics) -> Rows:
     )
 
 
-def init_state(config: ModelConfig, shape: CacheShape, numerics: Numerics) -> KVState:
+def init_state(config: ModelConfig, shape: CacheShape, compute: Compute) -> KVState:
     """Empty caches."""
     slots, ring, d = shape.slots, ring_rows(config), config.head_dim
     window, streams = config.sliding_window, config.hc_mult
     page = (shape.pages, PAGE_ROWS)
     return KVState(
-        window=_empty((config.num_hidden_layers, slots, ring, d), Format.FP8_GROUP, numerics),
-        pages=_empty((*page, d), Format.KV_FP4, numerics),
-        index_pages=_empty((*page, config.index_head_dim), Format.MXFP4, numerics),
+        window=_empty((config.num_hidden_layers, slots, ring, d), Format.FP8_GROUP, compute),
+        pages=_empty((*page, d), Format.KV_FP4, compute),
+        index_pages=_empty((*page, config.index_head_dim), Format.MXFP4, compute),
         carry=jnp.zeros((len(config.paired_sources), slots, CARRY_PAIRS, 2, d), jnp.float32),
         draft_window=_empty(
-            (config.num_nextn_predict_layers, slots, ring, d), Format.FP8_GROUP, numerics
+            (config.num_nextn_predict_layers, slots, ring, d), Format.FP8_GROUP, compute
         ),
-        suffix_stream=jnp.zeros((slots, window, streams, config.hidden_size), numerics.dtype),
+        suffix_stream=jnp.zeros((slots, window, streams, config.hidden_size), compute.dtype),
         suffix_pre=jnp.zeros((slots, window, streams), jnp.float32),
     )
 

@@ -23,7 +23,7 @@ from flax import struct
 from jax import lax
 
 from ds41jax.config import ModelConfig, VisionConfig
-from ds41jax.formats import Numerics
+from ds41jax.kernels.compute import Compute
 from ds41jax.kernels.linear import dot, linear
 from ds41jax.kernels.rows import map_rows
 from ds41jax.model.norm import rms_norm
@@ -142,14 +142,14 @@ def token_types(n_llm_h: int, n_llm_w: int) -> np.ndarray:
     return np.array([TokenType.START, *row * n_llm_h, TokenType.END], np.int32)
 
 
-def affine(x: jax.Array, weights: Affine, numerics: Numerics) -> jax.Array:
+def affine(x: jax.Array, weights: Affine, compute: Compute) -> jax.Array:
     """x W^T + b over the last axis, rounded once."""
-    return numerics.round(dot(x, weights.weight) + weights.bias.astype(jnp.float32))
+    return compute.round(dot(x, weights.weight) + weights.bias.astype(jnp.float32))
 
 
-def add(x: jax.Array, y: jax.Array, numerics: Numerics) -> jax.Array:
+def add(x: jax.Array, y: jax.Array, compute: Compute) -> jax.Array:
     """The residual sum, rounded."""
-    return numerics.round(x.astype(jnp.float32) + y.astype(jnp.float32))
+    return compute.round(x.astype(jnp.float32) + y.astype(jnp.float32))
 
 
 def rotary_tables(
@@ -167,13 +167,11 @@ def rotary_tables(
     return jnp.cos(angles), jnp.sin(angles)
 
 
-def rotate_halves(
-    x: jax.Array, rotary: tuple[jax.Array, jax.Array], numerics: Numerics
-) -> jax.Array:
+def rotate_halves(x: jax.Array, rotary: tuple[jax.Array, jax.Array], compute: Compute) -> jax.Array:
     """Rotates pairs (i, i + K / 2) of x [N, H, K], not adjacent ones as the text model does."""
     cos, sin = (table[:, None, :] for table in rotary)
     a, b = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    return numerics.round(jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1))
+    return compute.round(jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1))
 
 
 def vit_attention(
@@ -182,7 +180,7 @@ def vit_attention(
     rotary: tuple[jax.Array, jax.Array],
     valid: jax.Array,
     config: VisionConfig,
-    numerics: Numerics,
+    compute: Compute,
 ) -> jax.Array:
     """Every patch attends to all valid ones. x [N, D] is already normalised; `valid` [N] bool.
 
@@ -190,9 +188,9 @@ def vit_attention(
     leaves the inner rounding to a fused kernel).
     """
     heads, width = config.num_attention_heads, config.head_dim
-    qkv = affine(x, weights.wqkv, numerics).reshape(x.shape[0], 3, heads, width)
-    q = rotate_halves(qkv[:, 0], rotary, numerics).astype(jnp.float32)
-    k = rotate_halves(qkv[:, 1], rotary, numerics).astype(jnp.float32)
+    qkv = affine(x, weights.wqkv, compute).reshape(x.shape[0], 3, heads, width)
+    q = rotate_halves(qkv[:, 0], rotary, compute).astype(jnp.float32)
+    k = rotate_halves(qkv[:, 1], rotary, compute).astype(jnp.float32)
     v = qkv[:, 2].astype(jnp.float32)
 
     def attend(rows: jax.Array) -> jax.Array:
@@ -201,15 +199,15 @@ def vit_attention(
         probabilities = jax.nn.softmax(scores, axis=-1)
         return jnp.einsum("htn,nhk->thk", probabilities, v, precision=lax.Precision.HIGHEST)
 
-    mixed = numerics.round(map_rows(attend, q, tile=QUERY_TILE))
-    return affine(mixed.reshape(x.shape), weights.wo, numerics)
+    mixed = compute.round(map_rows(compute, attend, q, tile=QUERY_TILE))
+    return affine(mixed.reshape(x.shape), weights.wo, compute)
 
 
-def vit_mlp(weights: BlockWeights, x: jax.Array, numerics: Numerics) -> jax.Array:
+def vit_mlp(weights: BlockWeights, x: jax.Array, compute: Compute) -> jax.Array:
     """silu(gate) * up, projected back; each step is rounded. x [N, D] is already normalised."""
-    gate, up = jnp.split(linear(x, weights.w1, numerics).astype(jnp.float32), 2, axis=-1)
-    gate = numerics.round(jax.nn.silu(gate)).astype(jnp.float32)
-    return linear(numerics.round(gate * up), weights.w2, numerics)
+    gate, up = jnp.split(linear(x, weights.w1, compute).astype(jnp.float32), 2, axis=-1)
+    gate = compute.round(jax.nn.silu(gate)).astype(jnp.float32)
+    return linear(compute.round(gate * up), weights.w2, compute)
 
 
 def vit_block(
@@ -218,13 +216,13 @@ def vit_block(
     rotary: tuple[jax.Array, jax.Array],
     valid: jax.Array,
     config: VisionConfig,
-    numerics: Numerics,
+    compute: Compute,
 ) -> jax.Array:
     """One pre-norm block. x [N, D]; see `vit_attention` for the rest."""
-    h = rms_norm(x, weights.norm1, NORM_EPS, numerics)
-    x = add(x, vit_attention(weights, h, rotary, valid, config, numerics), numerics)
-    h = rms_norm(x, weights.norm2, NORM_EPS, numerics)
-    return add(x, vit_mlp(weights, h, numerics), numerics)
+    h = rms_norm(x, weights.norm1, NORM_EPS, compute)
+    x = add(x, vit_attention(weights, h, rotary, valid, config, compute), compute)
+    h = rms_norm(x, weights.norm2, NORM_EPS, compute)
+    return add(x, vit_mlp(weights, h, compute), compute)
 
 
 def vision_tower(
@@ -233,7 +231,7 @@ def vision_tower(
     grid_h: jax.Array | int,
     grid_w: jax.Array | int,
     config: VisionConfig,
-    numerics: Numerics,
+    compute: Compute,
 ) -> jax.Array:
     """Features [N, D] of patches [N, 3 * patch_size^2], of which the first grid_h * grid_w exist.
 
@@ -244,10 +242,10 @@ def vision_tower(
     rotary = rotary_tables(grid_w, num_patches, config)
 
     def step(x: jax.Array, block: BlockWeights) -> tuple[jax.Array, None]:
-        return vit_block(block, x, rotary, valid, config, numerics), None
+        return vit_block(block, x, rotary, valid, config, compute), None
 
-    x, _ = lax.scan(step, affine(patches, weights.patch_embed, numerics), weights.blocks)
-    return rms_norm(x, weights.norm, NORM_EPS, numerics)
+    x, _ = lax.scan(step, affine(patches, weights.patch_embed, compute), weights.blocks)
+    return rms_norm(x, weights.norm, NORM_EPS, compute)
 
 
 def aligner(
@@ -257,7 +255,7 @@ def aligner(
     grid_w: jax.Array | int,
     num_tokens: int,
     config: VisionConfig,
-    numerics: Numerics,
+    compute: Compute,
 ) -> jax.Array:
     """Merges each ratio x ratio square of patches into one token of the text width.
 
@@ -268,7 +266,7 @@ def aligner(
       grid_w: columns of patches.
       num_tokens: tokens to compute, at least the grid's; those past it are padding.
       config: the tower's.
-      numerics: rounding.
+      compute: rounding.
 
     Returns:
       [num_tokens, hidden_size] in reading order. Squares that reach over the edge are completed
@@ -283,9 +281,9 @@ def aligner(
     inside = (row < grid_h) & (column < grid_w)
     squares = jnp.where(inside[..., None], x[jnp.where(inside, row * grid_w + column, 0)], 0)
     merged = squares.swapaxes(1, 2).reshape(num_tokens, -1)
-    hidden = affine(merged, weights.w1, numerics).astype(jnp.float32)
-    hidden = numerics.round(jax.nn.gelu(hidden, approximate=False))
-    return affine(hidden, weights.w2, numerics)
+    hidden = affine(merged, weights.w1, compute).astype(jnp.float32)
+    hidden = compute.round(jax.nn.gelu(hidden, approximate=False))
+    return affine(hidden, weights.w2, compute)
 
 
 def patch_buckets(config: VisionConfig) -> tuple[int, ...]:
@@ -303,13 +301,13 @@ def patch_buckets(config: VisionConfig) -> tuple[int, ...]:
     return tuple(sorted(buckets))
 
 
-@functools.partial(jax.jit, static_argnames=("config", "numerics"))
+@functools.partial(jax.jit, static_argnames=("config", "compute"))
 def padded_image_span(
     weights: VisionWeights,
     patches: jax.Array,
     grid: jax.Array,
     config: VisionConfig,
-    numerics: Numerics,
+    compute: Compute,
 ) -> jax.Array:
     """Embeddings of an image's span, padded: one compiled program per patch bucket.
 
@@ -318,15 +316,15 @@ def padded_image_span(
       patches: [bucket, 3 * patch_size^2], the first grid[0] * grid[1] of them real.
       grid: [2] int32 rows and columns of patches.
       config: the tower's.
-      numerics: rounding.
+      compute: rounding.
 
     Returns:
       [max_image_tokens, hidden_size]; rows past the span's `num_image_tokens` hold no meaning.
     """
     grid_h, grid_w = grid
-    x = vision_tower(weights, patches, grid_h, grid_w, config, numerics)
+    x = vision_tower(weights, patches, grid_h, grid_w, config, compute)
     size = config.max_image_tokens
-    tokens = aligner(weights.aligner, x, grid_h, grid_w, size, config, numerics)
+    tokens = aligner(weights.aligner, x, grid_h, grid_w, size, config, compute)
     marks = [weights.image_start, weights.image_newline, weights.image_end]
     start, newline, end = (mark.astype(tokens.dtype) for mark in marks)
     columns = -(-grid_w // config.downsample_ratio)
@@ -345,7 +343,7 @@ def image_span(
     grid_h: int,
     grid_w: int,
     config: VisionConfig,
-    numerics: Numerics,
+    compute: Compute,
 ) -> jax.Array:
     """Embeddings of the whole span of one image, ready to stand for its tokens' embeddings.
 
@@ -356,7 +354,7 @@ def image_span(
       grid_h: rows of patches.
       grid_w: columns of patches.
       config: the tower's.
-      numerics: rounding.
+      compute: rounding.
 
     Returns:
       [span, hidden_size]: start, then every row of image tokens with its new line, then end.
@@ -376,4 +374,4 @@ def image_span(
     padded = np.zeros((bucket, math.prod(shape[1:])), ml_dtypes.bfloat16)
     padded[: shape[0]] = patches.reshape(shape[0], -1)
     grid = np.array([grid_h, grid_w], np.int32)
-    return padded_image_span(weights, padded, grid, config, numerics)[:length]
+    return padded_image_span(weights, padded, grid, config, compute)[:length]

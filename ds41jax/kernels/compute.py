@@ -1,0 +1,45 @@
+"""Static choices of how the model computes: which rounding, which kernels."""
+
+import enum
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ds41jax.formats import Format, Numerics, QuantizedArray
+
+
+class Kernels(enum.Enum):
+    """Which implementation of the operations runs. JNP is their definition and runs everywhere."""
+
+    JNP = "jnp"
+
+
+@dataclass(frozen=True)
+class Compute:
+    """Passed to every function of the model as a static argument."""
+
+    numerics: Numerics = Numerics.REFERENCE
+    kernels: Kernels = Kernels.JNP
+
+    @property
+    def dtype(self) -> jnp.dtype:
+        """Dtype of activations between operations."""
+        return self.numerics.dtype
+
+    def round(self, x: jax.Array) -> jax.Array:
+        """See `Numerics.round`."""
+        return self.numerics.round(x)
+
+    def quantize(self, x: jax.Array, format: Format) -> QuantizedArray | jax.Array:
+        """See `Numerics.quantize`."""
+        return self.numerics.quantize(x, format)
+
+    def fake_quantize(self, x: jax.Array, format: Format) -> Any:
+        """See `Numerics.fake_quantize`."""
+        return self.numerics.fake_quantize(x, format)
+
+
+REFERENCE = Compute()
+FLOAT32 = Compute(Numerics.FLOAT32)
