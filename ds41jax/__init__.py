@@ -1,0 +1,19 @@
+"""ds41jax: DeepSeek-V4.1-Flash inference as pure JAX functions."""
+
+from importlib.metadata import version
+
+from ds41jax.engine.generate import GenerateOptions, Generation, generate, stream_text
+from ds41jax.engine.loading import Model, load_model
+from ds41jax.engine.sampling import SamplingParams
+
+__version__ = version("ds41jax")
+
+__all__ = [
+    "GenerateOptions",
+    "Generation",
+    "Model",
+    "SamplingParams",
+    "generate",
+    "load_model",
+    "stream_text",
+]

@@ -446,6 +446,7 @@ def _part_checks(c: ModelConfig) -> list[tuple[bool, str, str]]:
     n, boundary = c.num_hidden_layers, c.boundary_layer
     return [
         (_ascending(c.engram_layer_ids, n), "engram_layer_ids", "must be ascending layer numbers"),
+        (c.engram_max_ngram_size >= 2, "engram_max_ngram_size", "must be at least 2"),
         (
             boundary is None or all(e < boundary for e in c.engram_layer_ids),
             "engram_layer_ids",

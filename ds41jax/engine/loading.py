@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ds41jax.checkpoint.reader import load_params, open_engram_tables
-from ds41jax.config import ModelConfig, load_config
+from ds41jax.config import ConfigError, ModelConfig, load_config
 from ds41jax.engine.engram_lookup import EngramLookup
 from ds41jax.model.engram_hash import EngramHash, load_token_map
 from ds41jax.model.params import Params
@@ -39,7 +39,18 @@ def load_model(path: str | Path, *, progress: bool = True) -> Model:
     if config.engram_layer_ids:
         hash_ = EngramHash.from_config(config, load_token_map(path, config))
         engram = EngramLookup(hash_, open_engram_tables(path, config))
-    has_tokenizer = (path / FILE_NAME).exists()
-    tokenizer = Tokenizer.from_checkpoint(path) if has_tokenizer else None
+    tokenizer = _load_tokenizer(path, config)
     params = load_params(path, config, progress=progress)
     return Model(path=path, config=config, params=params, engram=engram, tokenizer=tokenizer)
+
+
+def _load_tokenizer(path: Path, config: ModelConfig) -> Tokenizer | None:
+    if not (path / FILE_NAME).exists():
+        return None
+    tokenizer = Tokenizer.from_checkpoint(path)
+    if tokenizer.vocab_size > config.vocab_size:
+        raise ConfigError(
+            f"{path / FILE_NAME} has {tokenizer.vocab_size} tokens, config.json's "
+            f"text_config.vocab_size is {config.vocab_size}"
+        )
+    return tokenizer

@@ -4,8 +4,8 @@
 """
 
 from dataclasses import dataclass
-from typing import Any
 
+import jax
 import numpy as np
 
 from ds41jax.config import ModelConfig
@@ -40,10 +40,28 @@ class Prompt:
 
 @dataclass(frozen=True)
 class StepResult:
-    """Float32 logits [n or 1, vocabulary] and drafter inputs [n, targets * hidden] of a step."""
+    """What a step computed, padded to its row bucket; the first `count` rows are real.
 
-    logits: Any
-    main_hidden: Any
+    Attributes:
+      padded_logits: [bucket, vocabulary] float32, or [1, vocabulary] if the last row's alone were
+        wanted.
+      padded_main_hidden: [bucket, targets * hidden], what conditions the drafter.
+      count: rows of the step.
+    """
+
+    padded_logits: jax.Array
+    padded_main_hidden: jax.Array
+    count: int
+
+    @property
+    def logits(self) -> np.ndarray:
+        """[count or 1, vocabulary] float32 on the host."""
+        return np.asarray(self.padded_logits)[: self.count]
+
+    @property
+    def main_hidden(self) -> np.ndarray:
+        """[count, targets * hidden] on the host."""
+        return np.asarray(self.padded_main_hidden)[: self.count]
 
 
 class Session:
@@ -79,23 +97,25 @@ class Session:
     def config(self) -> ModelConfig:
         return self.model.config
 
-    def prefill(self, prompt: Prompt, *, bounded: bool, all_rows: bool = False) -> StepResult:
+    def prefill(self, prompt: Prompt, *, bounded: bool, all_rows: bool = False) -> list[StepResult]:
         """Feeds a whole prompt into an empty session.
 
         Args:
           bounded: run the layers past the last KV source on the last `sliding_window` rows only.
-          all_rows: return the logits of every row that was computed, not of the last alone.
+          all_rows: return the logits of every row that was computed, not of a chunk's last alone.
+
+        Returns:
+          One result a chunk of rows that ran through all layers, in order.
         """
         assert self.length == 0, "a session takes one prompt"
         if bounded and self.config.boundary_layer is not None:
             return self._bounded_prefill(prompt, all_rows)
-        results = [
+        return [
             self._feed(prompt, slice(first, last), all_rows)
             for first, last in chunks(len(prompt.token_ids))
         ]
-        return _joined(results) if all_rows else results[-1]
 
-    def _bounded_prefill(self, prompt: Prompt, all_rows: bool) -> StepResult:
+    def _bounded_prefill(self, prompt: Prompt, all_rows: bool) -> list[StepResult]:
         count = len(prompt.token_ids)
         for first, last in chunks(count):
             batch, _ = self._batch(prompt, slice(first, last))
@@ -108,14 +128,14 @@ class Session:
             for first, last in chunks(count, kept)
         ]
         self.length = count
-        return _joined(results) if all_rows else results[-1]
+        return results
 
     def _run_suffix(self, prompt: Prompt, rows: slice, floor: int, all_rows: bool) -> StepResult:
         batch, count = self._batch(prompt, rows, all_rows, floor=floor)
         self._state, logits, hidden = steps.suffix_step(
             self.model.params, self._state, batch, self.config, self.compute
         )
-        return StepResult(logits[:count], hidden[:count])
+        return StepResult(logits, hidden, count)
 
     def step(self, token_ids: list[int] | np.ndarray) -> StepResult:
         """Feeds text tokens after all fed so far; returns every row's results."""
@@ -144,7 +164,7 @@ class Session:
             self.model.params, self._state, batch, self.config, self.compute
         )
         self.length = rows.stop + offset
-        return StepResult(logits[:count], hidden[:count])
+        return StepResult(logits, hidden, count)
 
     def _batch(
         self,
@@ -185,10 +205,3 @@ def chunks(end: int, start: int = 0) -> list[tuple[int, int]]:
     """Splits positions into steps no longer than the largest row bucket."""
     size = ROW_BUCKETS[-1]
     return [(first, min(first + size, end)) for first in range(start, end, size)]
-
-
-def _joined(results: list[StepResult]) -> StepResult:
-    return StepResult(
-        np.concatenate([np.asarray(r.logits) for r in results]),
-        np.concatenate([np.asarray(r.main_hidden) for r in results]),
-    )

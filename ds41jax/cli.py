@@ -1,0 +1,108 @@
+"""The `ds41jax` command."""
+
+import argparse
+import sys
+from pathlib import Path
+
+import jax
+
+from ds41jax.cache_folder import cache_folder
+from ds41jax.checkpoint import make_command
+from ds41jax.engine.generate import GenerateOptions, Progress, stream_text
+from ds41jax.engine.loading import load_model
+from ds41jax.engine.sampling import SamplingParams
+from ds41jax.engine.score import score_file
+from ds41jax.formats import Numerics
+from ds41jax.kernels.compute import Compute
+
+COMPILED_SECONDS = 0.5  # programs that compile faster are not worth a file
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Runs a command; what the user can mend is one message on stderr and exit code 1."""
+    args = _parser().parse_args(arguments)
+    jax.config.update("jax_compilation_cache_dir", str(cache_folder() / "compiled"))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", COMPILED_SECONDS)
+    try:
+        code: int = args.run(args)
+        return code
+    except (ValueError, OSError) as error:
+        print(f"ds41jax {args.command}: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="ds41jax", description="DeepSeek-V4.1-Flash in JAX")
+    commands = parser.add_subparsers(dest="command", required=True)
+    generate = commands.add_parser("generate", help="stream text that answers a prompt")
+    _add_generate_arguments(generate)
+    score = commands.add_parser("score", help="evaluate given token sequences")
+    _add_score_arguments(score)
+    make = commands.add_parser("make-checkpoint", help="write a checkpoint with random weights")
+    make_command.add_arguments(make)
+    make.set_defaults(run=make_command.run)
+    return parser
+
+
+def _add_generate_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("prompt", help="answered as a user's turn, unless --raw")
+    parser.add_argument("--model", metavar="DIR", help="checkpoint; a small random one if left out")
+    parser.add_argument("--max-tokens", type=int, default=128, metavar="N")
+    parser.add_argument("--temperature", type=float, default=0.0, metavar="T", help="0: greedy")
+    parser.add_argument("--top-p", type=float, default=1.0, metavar="P")
+    parser.add_argument("--top-k", type=int, default=0, metavar="K", help="0: all")
+    parser.add_argument("--min-p", type=float, default=0.0, metavar="P")
+    parser.add_argument("--seed", type=int, default=0, metavar="S")
+    parser.add_argument("--no-dspark", action="store_true", help="without drafts: same output")
+    parser.add_argument("--prefill", choices=("bounded", "exact"), default="bounded")
+    parser.add_argument("--raw", action="store_true", help="continue the text as it stands")
+    parser.set_defaults(run=_generate)
+
+
+def _generate(args: argparse.Namespace) -> int:
+    sampling = SamplingParams(args.temperature, args.top_p, args.top_k, args.min_p, args.seed)
+    options = GenerateOptions(
+        max_tokens=args.max_tokens,
+        sampling=sampling,
+        dspark=not args.no_dspark,
+        bounded=args.prefill == "bounded",
+        raw=args.raw,
+    )
+    progress = Progress()
+    for piece in stream_text(args.prompt, args.model, options, progress):
+        print(piece, end="", flush=True)
+    print()
+    print(summary(progress), file=sys.stderr)
+    return 0
+
+
+def summary(progress: Progress) -> str:
+    """One line on what a generation did."""
+    p = progress
+    rate = (p.tokens - 1) / p.decode_seconds if p.decode_seconds else 0.0
+    line = (
+        f"{p.prompt_tokens} prompt tokens in {p.prefill_seconds:.1f} s, {p.tokens} tokens in "
+        f"{p.decode_seconds:.1f} s ({rate:.1f} tokens/s, compilation included)"
+    )
+    if p.drafted:
+        line += f"; {p.accepted} of {p.drafted} drafts accepted"
+    return line
+
+
+def _add_score_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--model", metavar="DIR", required=True)
+    parser.add_argument("--input", metavar="IN.json", required=True, type=Path)
+    parser.add_argument("--output", metavar="OUT.safetensors", required=True, type=Path)
+    parser.add_argument("--numerics", choices=("reference", "float32"), default="reference")
+    parser.add_argument("--prefill", choices=("exact", "bounded"), default="exact")
+    parser.set_defaults(run=_score)
+
+
+def _score(args: argparse.Namespace) -> int:
+    model = load_model(args.model)
+    compute = Compute(Numerics(args.numerics))
+    bounded = args.prefill == "bounded"
+    score_file(model, args.input, args.output, compute, bounded=bounded, progress=True)
+    return 0
