@@ -14,8 +14,8 @@ import jax.numpy as jnp
 from flax import struct
 
 from ds41jax.config import ModelConfig
-from ds41jax.formats import Format, QuantizedArray
-from ds41jax.kernels.compute import FLOAT32, Compute
+from ds41jax.formats import Format, Numerics, QuantizedArray
+from ds41jax.kernels.compute import Compute
 
 PAGE_ROWS = 256
 CARRY_PAIRS = 8  # open pairs kept a source: twice this is the widest rejection that can be repaired
@@ -108,7 +108,7 @@ def ring_rows(config: ModelConfig) -> int:
 
 
 def _empty(shape: tuple[int, ...], format: Format, compute: Compute) -> Rows:
-    if compute is FLOAT32:
+    if compute.numerics is Numerics.FLOAT32:
         return jnp.zeros(shape, jnp.float32)
     *lead, columns = shape
     kv = format is Format.KV_FP4
