@@ -1,0 +1,91 @@
+"""Timing on a GPU, random data, and the record that a bench writes."""
+
+import datetime
+import json
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ds41jax.formats import Format, QuantizedArray
+
+
+def device_seconds(run: Callable[[int], Any], repeats: int, rounds: int = 5) -> float:
+    """Median seconds of one of `repeats` calls that one compiled program holds.
+
+    Args:
+      run: builds call i; calls must differ (other weights, other rows), else XLA merges them and
+        the cache serves them.
+      repeats: calls a program.
+      rounds: programs timed, each queued twice so that dispatch hides behind the device.
+    """
+    program = jax.jit(lambda: [run(i) for i in range(repeats)]).lower().compile()
+    return compiled_seconds(program, (), rounds) / repeats
+
+
+def compiled_seconds(program: Any, args: Sequence[Any], rounds: int = 5) -> float:
+    """Median seconds of a compiled program, queued several times in a row."""
+    jax.block_until_ready(program(*args))
+    times = []
+    for _ in range(rounds):
+        start = time.perf_counter()
+        for _ in range(3):
+            out = program(*args)
+        jax.block_until_ready(out)
+        times.append((time.perf_counter() - start) / 3)
+    return statistics.median(times)
+
+
+def copy_bandwidth(gigabytes: int = 4) -> float:
+    """Bytes a second that a large copy reads and writes."""
+    x = jax.random.bits(jax.random.key(0), (gigabytes << 28,), jnp.uint32)
+    copy = jax.jit(lambda x: x ^ jnp.uint32(1)).lower(x).compile()
+    return 2 * x.nbytes / compiled_seconds(copy, (x,))
+
+
+def matmul_rate(n: int = 8192) -> float:
+    """FLOP/s of a large bfloat16 product."""
+    a, b = jax.random.normal(jax.random.key(0), (2, n, n), jnp.bfloat16)
+    return 2 * n**3 / compiled_seconds(jax.jit(jnp.matmul).lower(a, b).compile(), (a, b))
+
+
+def random_weight(seed: int, shape: tuple[int, ...], format: Format) -> QuantizedArray:
+    """Random codes of moderate size and scales around 2^-7, made on the device."""
+    *lead, rows, columns = shape
+
+    @jax.jit
+    def make() -> tuple[jax.Array, jax.Array]:
+        key, other = jax.random.split(jax.random.key(seed))
+        if format is Format.MXFP4:
+            codes = jax.random.bits(key, (*lead, rows, columns // 2), jnp.uint8)
+            scale_shape = (*lead, rows, columns // 32)
+        else:
+            bits = jax.random.bits(key, shape, jnp.uint8)
+            bits = (bits & 0x80) | (0x28 + (bits & 0x1F))
+            codes = jax.lax.bitcast_convert_type(bits, jnp.float8_e4m3fn)
+            scale_shape = (*lead, rows // 32, columns // 32)
+        return codes, jnp.uint8(119) + jax.random.bits(other, scale_shape, jnp.uint8) % 3
+
+    return QuantizedArray(*make(), format=format)
+
+
+def relative_error(a: jax.Array, b: jax.Array) -> float:
+    """|a - b| / |b| over all elements; a NaN never passes as small."""
+    a, b = a.astype(jnp.float32), b.astype(jnp.float32)
+    return float(jnp.linalg.norm(a - b) / jnp.linalg.norm(b))
+
+
+def write_results(path: Path, records: list[dict[str, Any]], **facts: Any) -> None:
+    """Writes the records with device, versions and date."""
+    device = jax.devices()[0]
+    head = {
+        "device": device.device_kind,
+        "jax": jax.__version__,
+        "date": datetime.date.today().isoformat(),
+        **facts,
+    }
+    path.write_text(json.dumps({**head, "records": records}, indent=1) + "\n")

@@ -1,0 +1,70 @@
+"""The `ds41jax` command, as a user types it."""
+
+import json
+
+import pytest
+from paths import GOLDEN
+
+from ds41jax.cli import main
+from ds41jax.engine import default_model
+
+
+def test_generate_streams_text_and_a_summary(text_model, capsys):
+    arguments = ["generate", "--model", str(text_model.path), "--max-tokens", "12", "Hello"]
+    assert main(arguments) == 0
+    drafted = capsys.readouterr()
+    assert main([*arguments, "--no-dspark"]) == 0
+    plain = capsys.readouterr()
+    assert drafted.out == plain.out != "\n"
+    assert "12 tokens" in drafted.err and "drafts accepted" in drafted.err
+    assert "drafts accepted" not in plain.err
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (["--model", "/nowhere"], "/nowhere"),
+        (["--model", str(GOLDEN / "tiny")], "no tokenizer"),
+        (["--temperature", "-1"], "temperature"),
+        (["--max-tokens", "0"], "max_tokens"),
+    ],
+)
+def test_generate_faults_are_one_line(arguments, message, capsys):
+    assert main(["generate", "Hello", *arguments]) == 1
+    error = capsys.readouterr().err
+    assert "Traceback" not in error
+    assert error.splitlines()[-1].startswith("ds41jax generate: ") and message in error
+
+
+def test_make_checkpoint_then_score(tmp_path, capsys):
+    model = tmp_path / "tiny"
+    assert main(["make-checkpoint", str(model), "--preset", "tiny"]) == 0
+    assert main(["make-checkpoint", str(model), "--preset", "tiny"]) == 1
+    assert str(model) in capsys.readouterr().err
+    run = {"runs": {"a": {"input_ids": [1, 2, 3], "prompt_length": 3}}}
+    (tmp_path / "in.json").write_text(json.dumps(run))
+    assert (
+        main(
+            [
+                "score",
+                "--model",
+                str(model),
+                "--input",
+                str(tmp_path / "in.json"),
+                "--output",
+                str(tmp_path / "out.safetensors"),
+            ]
+        )
+        == 0
+    )
+
+
+def test_the_default_checkpoint_is_made_once_and_named(tmp_path, monkeypatch, capsys):
+    made = []
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(
+        default_model, "make_checkpoint", lambda path, config, seed: made.append(path.mkdir())
+    )
+    first, second = default_model.default_model_path(), default_model.default_model_path()
+    assert first == second and len(made) == 1 and tmp_path in first.parents
+    assert "random weights" in capsys.readouterr().err
