@@ -59,45 +59,45 @@ def build_batch(
     *,
     logit_rows: Sequence[int] | None = None,
     buckets: Sequence[int] = ROW_BUCKETS,
+    width: int | None = None,
 ) -> StepBatch:
     """Lays the rows of sequences one after another.
 
     Args:
       sequences: at most one entry a slot.
-      page_tables: [sources, slots, pages] int32.
+      page_tables: [sources, slots, pages] int32, by cache slot.
       logit_rows: rows whose logits are wanted; all rows of the bucket if None.
       buckets: allowed numbers of rows, ascending.
+      width: sequences that the batch has room for; one for every slot if None.
     """
-    count = sum(len(s) for s in sequences)
-    bucket = row_bucket(count, buckets)
-    slots = page_tables.shape[1]
-    positions = [np.arange(s.start, s.start + len(s)) for s in sequences]
-    per_slot: dict[str, Any] = {name: np.zeros(slots, np.int32) for name in _PER_SLOT}
-    for s in sequences:
-        per_slot["starts"][s.slot] = s.start
-        per_slot["ends"][s.slot] = s.start + len(s)
-        for name in ("window_floor", "decoder_floor", "global_floor"):
-            per_slot[name][s.slot] = getattr(s, name)
-    if logit_rows is None:
-        logit_rows = range(bucket)
-    per_row: dict[str, Any] = {
-        "token_ids": _joined([s.token_ids for s in sequences], bucket, np.int32),
-        "positions": _joined(positions, bucket, np.int32),
-        "slots": _joined([np.full(len(s), s.slot) for s in sequences], bucket, np.int32, slots),
+    bucket = row_bucket(sum(len(s) for s in sequences), buckets)
+    width = page_tables.shape[1] if width is None else width
+    starts = [s.start for s in sequences]
+    ends = [s.start + len(s) for s in sequences]
+    slots = _joined([[s.slot for s in sequences]], width)
+    numbers = [np.full(len(s), i) for i, s in enumerate(sequences)]
+    fields: dict[str, Any] = {
+        "token_ids": _joined([s.token_ids for s in sequences], bucket),
+        "positions": _joined([np.arange(*span) for span in zip(starts, ends, strict=True)], bucket),
+        "sequences": _joined(numbers, bucket, fill=width),
         "is_image": _joined([_flags(s) for s in sequences], bucket, bool),
         "image_embeds": _image_embeds(sequences, bucket, config),
         "engram": _engram_rows(sequences, bucket, config),
-        "page_tables": page_tables,
-        "logit_rows": np.asarray(logit_rows, np.int32),
+        "slots": slots,
+        "starts": _joined([starts], width),
+        "ends": _joined([ends], width),
+        "window_floor": _joined([[s.window_floor for s in sequences]], width),
+        "decoder_floor": _joined([[s.decoder_floor for s in sequences]], width),
+        "global_floor": _joined([[s.global_floor for s in sequences]], width),
+        "page_tables": page_tables[:, slots],
+        "logit_rows": np.asarray(range(bucket) if logit_rows is None else logit_rows, np.int32),
     }
-    return StepBatch(**per_row, **per_slot)
+    return StepBatch(**fields)
 
 
-_PER_SLOT = ("starts", "ends", "window_floor", "decoder_floor", "global_floor")
-
-
-def _joined(parts: Sequence[np.ndarray], rows: int, dtype: type, fill: int = 0) -> np.ndarray:
-    joined: np.ndarray = np.full(rows, fill, dtype)
+def _joined(parts: Sequence[Any], length: int, dtype: type = np.int32, fill: int = 0) -> np.ndarray:
+    """The parts one after another, padded to `length`."""
+    joined: np.ndarray = np.full(length, fill, dtype)
     joined[: sum(map(len, parts))] = np.concatenate(parts)
     return joined
 

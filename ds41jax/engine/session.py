@@ -152,6 +152,7 @@ class Session:
         return steps.draft_step(
             self.model.params,
             self._state,
+            np.zeros(1, np.int32),
             np.array([anchor], np.int32),
             np.array([self.length], np.int32),
             self.config,

@@ -57,12 +57,13 @@ def suffix_step(
 def draft_step(
     params: Params,
     state: KVState,
+    slots: jax.Array,
     anchors: jax.Array,
     positions: jax.Array,
     config: ModelConfig,
     compute: Compute,
 ) -> Draft:
-    """A drafted block for every slot. See `drafter.draft`."""
+    """A drafted block for every sequence. See `drafter.draft`."""
     return drafter.draft(
-        params.drafter, params.embed, params.head, state, anchors, positions, config, compute
+        params.drafter, params.embed, params.head, state, slots, anchors, positions, config, compute
     )

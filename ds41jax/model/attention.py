@@ -102,26 +102,28 @@ def window_index(batch: StepBatch, floor: jax.Array, window: int, ring: int) -> 
     than the ring.
 
     Args:
-      floor: [S] positions below which no window row exists.
+      floor: [B] positions below which no window row exists.
       window: W.
-      ring: rows of a slot's ring.
+      ring: rows of a sequence's ring.
     """
     rows = jnp.arange(batch.positions.shape[0])[:, None]
     age = jnp.arange(window - 1, -1, -1)[None, :]
     positions = batch.positions[:, None] - age
     in_step = positions >= batch.per_row(batch.starts)[:, None]
-    slots = batch.starts.shape[0]
-    stored = batch.slots[:, None] * ring + positions % ring
-    index = jnp.where(in_step, slots * ring + rows - age, stored)
+    sequences = batch.starts.shape[0]
+    stored = batch.sequences[:, None] * ring + positions % ring
+    index = jnp.where(in_step, sequences * ring + rows - age, stored)
     lowest = jnp.maximum(batch.per_row(floor), 0)[:, None]
     return jnp.where((positions >= lowest) & batch.is_row[:, None], index, -1)
 
 
-def ring_and_step_rows(ring: Rows, layer: jax.Array | int, step: Rows) -> Rows:
-    """One layer's ring [S, R, D] flattened, followed by the step's rows [T, D]."""
+def ring_and_step_rows(
+    ring: Rows, layer: jax.Array | int, slots: jax.Array, step: Rows
+) -> Rows:
+    """One layer's rings of the sequences' slots [B], flattened, then the step's rows [T, D]."""
 
     def join(ring: jax.Array, step: jax.Array) -> jax.Array:
-        stored = ring[layer]
+        stored = ring[layer, slots]
         return jnp.concatenate([stored.reshape(-1, stored.shape[-1]), step])
 
     return jax.tree.map(join, ring, step)
@@ -129,7 +131,7 @@ def ring_and_step_rows(ring: Rows, layer: jax.Array | int, step: Rows) -> Rows:
 
 def global_index(selected: jax.Array, batch: StepBatch, source: jax.Array | int) -> jax.Array:
     """Pool rows [T, K] of a sequence's selected global rows [T, K]; -1 stays -1."""
-    table = batch.page_tables[source][jnp.minimum(batch.slots, batch.starts.shape[0] - 1)]
+    table = batch.per_row(batch.page_tables[source])
     page = jnp.take_along_axis(table, jnp.maximum(selected, 0) // PAGE_ROWS, axis=1)
     valid = (selected >= 0) & batch.is_row[:, None]
     return jnp.where(valid, page * PAGE_ROWS + selected % PAGE_ROWS, -1)
@@ -173,7 +175,7 @@ def project_output(
 
     def tile(out: jax.Array, positions: jax.Array) -> jax.Array:
         out = rotate(out, positions, frequencies, compute, inverse=True)
-        latent = grouped_linear(out.reshape(out.shape[0], groups, -1), wo_a, compute)
-        return quantized_linear(latent.reshape(out.shape[0], -1), wo_b, compute)
+        latent = grouped_linear(out.reshape(out.shape[0], config.o_groups, -1), wo_a, compute)
+        return quantized_linear(latent, wo_b, compute)
 
     return map_rows(compute, tile, out, positions)

@@ -150,7 +150,7 @@ def attention_layer(
     rows = attention.window_rows(x, batch.positions, weights, frequencies, config, compute)
     floor = window_floor(batch, index, config)
     window = attention.window_index(batch, floor, config.sliding_window, ring_rows(config))
-    sources = [(attention.ring_and_step_rows(state.window, index, rows), window)]
+    sources = [(attention.ring_and_step_rows(state.window, index, batch.slots, rows), window)]
     state = dataclasses.replace(state, window=write_ring(state.window, index, batch, rows))
     latent, q = attention.queries(x, batch.positions, weights, frequencies, config, compute)
     if config.kv_source_layer_ids:
@@ -328,7 +328,7 @@ def encode(
     rows = attention.window_rows(x, batch.positions, weights.attn, frequencies, config, compute)
     state = dataclasses.replace(state, window=write_ring(state.window, boundary, batch, rows))
     state = publish(x, boundary, state, params, batch, config, compute)
-    slots, index = ring_slots(batch, config.sliding_window)
+    slots, index = ring_slots(batch, *state.suffix_pre.shape[:2])
     return dataclasses.replace(
         state,
         suffix_stream=state.suffix_stream.at[slots, index].set(carry.stream, mode="drop"),
@@ -346,7 +346,7 @@ def decode_suffix(
     """
     boundary = config.boundary_layer
     assert boundary is not None, "bounded prefill needs a KV source"
-    slots = jnp.minimum(batch.slots, state.suffix_pre.shape[0] - 1)
+    slots = batch.per_row(batch.slots)
     index = batch.positions % config.sliding_window
     stream, pre = state.suffix_stream[slots, index], state.suffix_pre[slots, index]
     carry = start(stream, pre, state, batch, config, compute)

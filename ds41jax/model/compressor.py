@@ -121,7 +121,7 @@ def store(
     """Writes what `compress` made into the pages and the carry."""
     groups = batch.positions // jnp.maximum(lookup(config.source_ratios, source), 1)
     table = batch.page_tables[source]
-    page = table[jnp.minimum(batch.slots, table.shape[0] - 1), groups // PAGE_ROWS]
+    page = jnp.take_along_axis(batch.per_row(table), groups[:, None] // PAGE_ROWS, axis=1)[:, 0]
     pool = jax.tree.leaves(state.pages)[0].shape[0]
     page = jnp.where(made.complete, page, pool)
     row = groups % PAGE_ROWS
@@ -142,7 +142,7 @@ def _store_halves(
 ) -> jax.Array:
     """Keeps the last first halves of the step in the carry."""
     kept = made.waiting & (batch.positions >= batch.per_row(batch.ends) - 2 * CARRY_PAIRS)
-    slots = jnp.where(kept, batch.slots, carry.shape[1])
+    slots = jnp.where(kept, batch.per_row(batch.slots), carry.shape[1])
     place = batch.positions // 2 % CARRY_PAIRS
     pair = lookup(config.pair_index, source)
     return carry.at[pair, slots, place].set(made.halves, mode="drop")
@@ -160,8 +160,7 @@ def _pool_pairs(
     """Pools each row with its predecessor, from the step or the carry [S, ...]; also the halves."""
     wkv, wgate = values(weights.wkv[source]), values(weights.wgate[pair])
     halves = map_rows(compute, lambda x: jnp.stack([dot(x, wkv), dot(x, wgate)], axis=1), x)
-    slots = jnp.minimum(batch.slots, carry.shape[0] - 1)
-    carried = carry[slots, (batch.positions - 1) // 2 % CARRY_PAIRS]
+    carried = carry[batch.per_row(batch.slots), (batch.positions - 1) // 2 % CARRY_PAIRS]
     in_step = batch.positions > batch.per_row(batch.starts)
     first = jnp.where(in_step[:, None, None], jnp.roll(halves, 1, axis=0), carried)
     return map_rows(compute, lambda a, b: _gated_mean(a, b, compute), first, halves), halves

@@ -106,16 +106,18 @@ def draft(
     embed: jax.Array,
     head: jax.Array,
     state: KVState,
+    slots: jax.Array,
     anchors: jax.Array,
     positions: jax.Array,
     config: ModelConfig,
     compute: Compute,
 ) -> Draft:
-    """Drafts the block after each slot's last token.
+    """Drafts the block after each sequence's last token.
 
     Args:
       embed, head: [V, D] of the target.
-      anchors: [B] int32 last tokens, not yet fed to the target; B is the number of slots.
+      slots: [B] int32 cache slots of the sequences.
+      anchors: [B] int32 last tokens, not yet fed to the target.
       positions: [B] int32 their positions: rows below are committed.
     """
     block_size = config.dspark_block_size
@@ -123,7 +125,7 @@ def draft(
     token_ids = jnp.concatenate([anchors[:, None], noise], axis=1).reshape(-1)
     stream = jnp.repeat(embed[token_ids].astype(compute.dtype)[:, None], config.hc_mult, axis=1)
     rows = (positions[:, None] + jnp.arange(block_size)).reshape(-1)
-    stream, pre = run_stages(weights, state, stream, rows, positions, config, compute)
+    stream, pre = run_stages(weights, state, stream, slots, rows, positions, config, compute)
     return chain(weights, head, stream, pre, anchors, config, compute)
 
 
@@ -131,6 +133,7 @@ def run_stages(
     weights: DrafterWeights,
     state: KVState,
     stream: jax.Array,
+    slots: jax.Array,
     rows: jax.Array,
     positions: jax.Array,
     config: ModelConfig,
@@ -147,7 +150,7 @@ def run_stages(
         def attend(x: jax.Array) -> jax.Array:
             kv = attention.window_rows(x, rows, mine.attn, frequencies, config, compute)
             _, q = attention.queries(x, rows, mine.attn, frequencies, config, compute)
-            sources = ((attention.ring_and_step_rows(state.draft_window, i, kv), index),)
+            sources = ((attention.ring_and_step_rows(state.draft_window, i, slots, kv), index),)
             return attention.attend(q, rows, sources, mine.attn, frequencies, config, compute)
 
         k = config.dspark_num_experts_per_tok

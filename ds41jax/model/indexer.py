@@ -107,7 +107,7 @@ def index_queries(
 def sequence_keys(
     state: KVState, batch: StepBatch, source: jax.Array | int, ratio: int
 ) -> jax.Array:
-    """Index keys of every slot's rows, in order, as values: [S, N, I]."""
+    """Index keys of every sequence's rows, in order, as values: [B, N, I]."""
     pages = sequence_rows(batch, ratio) // PAGE_ROWS
     table = batch.page_tables[source][:, :pages]
     keys = values(jax.tree.map(lambda x: x[table], state.index_pages))
@@ -128,7 +128,7 @@ def select(
     """Scores and selects one row at a time, so that long contexts stay small in memory.
 
     Args:
-      q: [T, H, I]; head_weights: [T, H]; keys: [S, N, I].
+      q: [T, H, I]; head_weights: [T, H]; keys: [B, N, I].
       selection: of earlier layers; its blocks bound a SELECT_WITHIN.
 
     Returns:
@@ -139,12 +139,12 @@ def select(
     def one(
         q: jax.Array,
         head_weights: jax.Array,
-        slot: jax.Array,
+        sequence: jax.Array,
         position: jax.Array,
         blocks: jax.Array,
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
         visible = (position[0] + 1) // ratio
-        mine = lax.dynamic_index_in_dim(keys, slot[0], keepdims=False)
+        mine = lax.dynamic_index_in_dim(keys, sequence[0], keepdims=False)
         scores = index_scores(q[0], head_weights[0], mine, compute)
         scores = jnp.where(jnp.arange(n) < visible, scores, -jnp.inf)
         kept, among = blocks[0], scores
@@ -155,8 +155,8 @@ def select(
         rows = top_rows(among, config.index_topk)
         return rows[None], kept[None], scores[None]
 
-    slots = jnp.minimum(batch.slots, keys.shape[0] - 1)
+    sequences = jnp.minimum(batch.sequences, keys.shape[0] - 1)
     rows, blocks, scores = map_rows(
-        compute, one, q, head_weights, slots, batch.positions, selection.blocks, tile=1
+        compute, one, q, head_weights, sequences, batch.positions, selection.blocks, tile=1
     )
     return Selection(rows=rows, blocks=blocks), scores

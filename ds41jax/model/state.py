@@ -3,8 +3,8 @@
 The caches are position-addressed: a row belongs to an absolute position of a sequence slot, so a
 rejected draft is simply overwritten later and rolling back is not advancing a length.
 
-Letters: T rows of a step, S sequence slots, L layers, W window, R = 2 W ring rows, P pages, D head
-width, I index key width, N KV sources, M streams, H hidden size.
+Letters: T rows of a step, B sequences of a step, S cache slots, L layers, W window, R = 2 W ring
+rows, P pages, D head width, I index key width, N KV sources, M streams, H hidden size.
 """
 
 from dataclasses import dataclass
@@ -25,32 +25,34 @@ Rows = QuantizedArray | jax.Array
 
 @struct.dataclass
 class StepBatch:
-    """Rows of one step, whichever its phase; padding rows have slot S.
+    """Rows of one step, whichever its phase; padding rows belong to sequence B.
 
     Rows of one sequence are contiguous, in ascending order of position, without gaps.
 
     Attributes:
       token_ids: [T] int32.
       positions: [T] int32 absolute positions.
-      slots: [T] int32 sequence slots; S marks padding.
+      sequences: [T] int32 which of the step's sequences a row belongs to; B marks padding.
       is_image: [T] bool; such a row takes `image_embeds` and the image routing bias.
       image_embeds: [T, H] embeddings of image rows, or None if the step has none.
       engram: codes and scales (FP8_GROUP) of the table rows, [T, Engram layers, columns, width].
-      starts: [S] int32 position of the sequence's first row in this step.
-      ends: [S] int32 position after its last row in this step.
-      window_floor: [S] int32; window rows below it do not exist.
-      decoder_floor: [S] int32; the same for the layers past the last KV source (bounded prefill).
-      global_floor: [S] int32; rows below it write no global rows: they are there already.
-      page_tables: [N, S, pages] int32 page numbers of each source's rows.
+      slots: [B] int32 cache slot of each sequence.
+      starts: [B] int32 position of the sequence's first row in this step.
+      ends: [B] int32 position after its last row in this step.
+      window_floor: [B] int32; window rows below it do not exist.
+      decoder_floor: [B] int32; the same for the layers past the last KV source (bounded prefill).
+      global_floor: [B] int32; rows below it write no global rows: they are there already.
+      page_tables: [N, B, pages] int32 page numbers of each source's rows.
       logit_rows: [rows] int32 rows whose logits are wanted.
     """
 
     token_ids: jax.Array
     positions: jax.Array
-    slots: jax.Array
+    sequences: jax.Array
     is_image: jax.Array
     image_embeds: jax.Array | None
     engram: QuantizedArray | None
+    slots: jax.Array
     starts: jax.Array
     ends: jax.Array
     window_floor: jax.Array
@@ -62,11 +64,11 @@ class StepBatch:
     @property
     def is_row(self) -> jax.Array:
         """[T] bool, False for padding."""
-        return self.slots < self.starts.shape[0]
+        return self.sequences < self.starts.shape[0]
 
-    def per_row(self, per_slot: jax.Array) -> jax.Array:
-        """A per-slot value [S] for every row [T]; padding rows take the last slot's."""
-        return per_slot[jnp.minimum(self.slots, per_slot.shape[0] - 1)]
+    def per_row(self, per_sequence: jax.Array) -> jax.Array:
+        """A per-sequence value [B, ...] for every row [T, ...]; padding takes the last one's."""
+        return per_sequence[jnp.minimum(self.sequences, self.starts.shape[0] - 1)]
 
 
 @struct.dataclass
@@ -141,20 +143,19 @@ def init_state(config: ModelConfig, shape: CacheShape, compute: Compute) -> KVSt
 
 def write_ring(ring: Rows, layer: jax.Array | int, batch: StepBatch, rows: Rows) -> Rows:
     """Stores rows [T, D] at position modulo R of ring [L, S, R, D]; only a sequence's last R do."""
-    size = jax.tree.leaves(ring)[0].shape[2]
-    slots, index = ring_slots(batch, size)
+    _, slots, size, *_ = jax.tree.leaves(ring)[0].shape
+    targets, index = ring_slots(batch, slots, size)
 
     def put(ring: jax.Array, rows: jax.Array) -> jax.Array:
-        return ring.at[layer, slots, index].set(rows, mode="drop")
+        return ring.at[layer, targets, index].set(rows, mode="drop")
 
     return jax.tree.map(put, ring, rows)
 
 
-def ring_slots(batch: StepBatch, size: int) -> tuple[jax.Array, jax.Array]:
-    """Where rows go in a [S, size, ...] ring: (slot [T], index [T]); dropped rows get slot S."""
+def ring_slots(batch: StepBatch, slots: int, size: int) -> tuple[jax.Array, jax.Array]:
+    """Where rows go in a [slots, size] ring: (slot [T], index [T]); dropped ones get `slots`."""
     kept = batch.is_row & (batch.positions >= batch.per_row(batch.ends) - size)
-    slots = jnp.where(kept, batch.slots, batch.starts.shape[0])
-    return slots, batch.positions % size
+    return jnp.where(kept, batch.per_row(batch.slots), slots), batch.positions % size
 
 
 def write_pages(pages: Rows, page: jax.Array, row: jax.Array, rows: Rows) -> Rows:
