@@ -62,7 +62,7 @@ def _pattern(value: Any, param: str) -> AnswerFormat:
 
 
 def check(schema: Any, strict: bool, param: str) -> None:
-    """Refuses a schema that is too large, malformed, or outside the strict subset if it is strict."""
+    """Refuses a schema that is too large, malformed, or strict and outside the strict subset."""
     if len(json.dumps(schema)) > MAX_SCHEMA_BYTES:
         raise invalid(param, f"{param} is larger than {MAX_SCHEMA_BYTES} bytes.", "too_large")
     try:
@@ -76,7 +76,7 @@ def check(schema: Any, strict: bool, param: str) -> None:
 
 def constraint_of(prompt: Prompt, choice: ToolChoice, answer: AnswerFormat) -> Constraint | None:
     """What the engine is to enforce for a conversation; raises `ApiError`."""
-    response = _response(answer, prompt.thinking)
+    response = response_constraint(answer, prompt.thinking)
     if not prompt.tools:
         return response
     free = choice.mode == "auto" and response is None and choice.parallel and not choice.assisted
@@ -96,7 +96,8 @@ def constraint_of(prompt: Prompt, choice: ToolChoice, answer: AnswerFormat) -> C
         raise invalid("tools", str(error), "invalid_schema") from error
 
 
-def _response(answer: AnswerFormat, thinking: bool) -> Constraint | None:
+def response_constraint(answer: AnswerFormat, thinking: bool) -> Constraint | None:
+    """The constraint of an answer that calls no tool; None for free text."""
     if answer.kind == "text":
         return None
     source = {"json_schema": json.dumps(answer.schema), "regex": answer.pattern}.get(

@@ -94,7 +94,7 @@ class ChatFields(OpenAIFields, kw_only=True, forbid_unknown_fields=True):
     logprobs: bool | None = None
     top_logprobs: TopLogprobs | None = None
     modalities: list[Literal["text"]] | None = None
-    store: bool | None = None
+    store: Literal[False] | None = None
     service_tier: Text | None = None
     safety_identifier: Text | None = None
     prompt_cache_key: Text | None = None
@@ -144,7 +144,7 @@ class ResponsesFields(SamplingFields, kw_only=True, forbid_unknown_fields=True):
     parallel_tool_calls: bool | None = None
     top_logprobs: TopLogprobs | None = None
     include: list[str] | None = None
-    store: bool | None = None
+    store: Literal[False] | None = None
     background: Literal[False] | None = None
     truncation: Literal["disabled"] | None = None
     user: Text | None = None
@@ -152,6 +152,15 @@ class ResponsesFields(SamplingFields, kw_only=True, forbid_unknown_fields=True):
     safety_identifier: Text | None = None
     prompt_cache_key: Text | None = None
     prompt_cache_retention: Text | None = None
+
+
+class TokenizeFields(Struct, kw_only=True, forbid_unknown_fields=True):
+    """`POST /tokenize` with a text; with `messages` it takes the fields of chat."""
+
+    model: Text | None = None
+    text: str | None = None
+    prompt: str | None = None
+    add_special_tokens: bool | None = None
 
 
 def read_fields(kind: type[Fields], body: dict[str, Any]) -> Fields:

@@ -65,7 +65,7 @@ class OutputParser:
         generator: Any,
         eos: int,
     ):
-        """The decoder is deepseek-recipe's copy of the tokenizer; the generator makes its chunks."""
+        """decoder: deepseek-recipe's copy of the tokenizer; generator: what makes its chunks."""
         self._processor = recipe.StreamProcessor(generator, plan.options(), decoder)
         self._filter = ToolMarkupFilter(tokenizer) if plan.tools else None
         self._eos = eos

@@ -3,8 +3,8 @@
 The parser of deepseek-recipe 0.2 passes some imperfect calls on as broken JSON: a `string="false"`
 value that is not JSON, a missing or odd `string` attribute, further attributes, and parameter names
 with quotes or blanks. A client that gets broken arguments asks the model again, often for ever. So
-this module reads the parameters of a tool block and, only where one is imperfect, puts a well-formed
-one in its place. Everything else passes through untouched, token by token.
+this module reads the parameters of a tool block and puts a well-formed one in the place of an
+imperfect one. Everything else passes through untouched, token by token.
 
 A value that is not declared a plain string is held back until it is complete, since only then is it
 known whether it is JSON.

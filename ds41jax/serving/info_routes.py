@@ -1,0 +1,79 @@
+"""The routes that tell about the server: health, models, statistics, metrics."""
+
+import dataclasses
+import time
+from typing import Any
+
+from litestar import Request, Response, get
+from litestar.datastructures import State
+
+from ds41jax.serving.auth import OPEN
+from ds41jax.serving.metrics import render_metrics
+from ds41jax.serving.server import Server
+
+HttpRequest = Request[Any, Any, State]
+
+
+@get("/health", opt={OPEN: True})
+async def health(request: HttpRequest) -> Response[dict[str, str]]:
+    """200 while requests are taken, 503 once the engine has died or the server drains."""
+    server: Server = request.app.state.server
+    if not server.engine.healthy:
+        return Response({"status": "engine failed"}, status_code=503)
+    if server.draining:
+        return Response({"status": "draining"}, status_code=503)
+    return Response({"status": "ok"})
+
+
+@get("/v1/models")
+async def models(request: HttpRequest) -> dict[str, Any]:
+    """The served model under its names; the limits are those configured."""
+    options = request.app.state.server.options
+    entries = [
+        _model(request.app.state.server, id) for id in (options.model_name, *options.aliases)
+    ]
+    return {"object": "list", "data": entries}
+
+
+def _model(server: Server, id: str) -> dict[str, Any]:
+    return {
+        "id": id,
+        "object": "model",
+        "created": int(server.started),
+        "owned_by": "deepseek-ai",
+        "max_context_tokens": server.options.context,
+        "max_output_tokens": min(server.options.max_output_tokens, server.options.context),
+    }
+
+
+@get("/v1/stats")
+async def stats(request: HttpRequest) -> dict[str, Any]:
+    """Counters and gauges, made when asked for, so that differences between two calls are exact."""
+    return statistics(request.app.state.server)
+
+
+def statistics(server: Server) -> dict[str, Any]:
+    """What `/v1/stats` answers."""
+    counters = server.gate.counters
+    return {
+        "uptime_seconds": time.time() - server.started,
+        "http_queue_waits": counters.waits,
+        "http_queue_wait_ms_sum": counters.wait_ms_sum,
+        "http_queue_rejects": counters.rejects,
+        "http_queue_len": server.gate.waiting,
+        "http_active": len(server.activity.active),
+        "totals": dataclasses.asdict(server.activity.totals),
+        "engine": engine_statistics(server),
+    }
+
+
+def engine_statistics(server: Server) -> dict[str, Any]:
+    """The engine's snapshot as JSON."""
+    values: dict[str, Any] = dataclasses.asdict(server.engine.stats())
+    return values
+
+
+@get("/metrics", media_type="text/plain; version=1.0.0")
+async def metrics(request: HttpRequest) -> bytes:
+    """The statistics for Prometheus."""
+    return render_metrics(statistics(request.app.state.server))
