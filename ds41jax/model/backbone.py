@@ -94,7 +94,8 @@ def layer(
         mean = compute.round(jnp.mean(stream.astype(jnp.float32), axis=1))
         tap = lookup(config.tap_index, index)
         taps = taps.at[:, jnp.where(tap < 0, taps.shape[1], tap)].set(mean, mode="drop")
-    state, selection = carry.state, carry.selection
+    state = keep_suffix(carry, index, batch, config)
+    selection = carry.selection
 
     def attend(x: jax.Array) -> jax.Array:
         nonlocal state, selection
@@ -328,11 +329,24 @@ def encode(
     rows = attention.window_rows(x, batch.positions, weights.attn, frequencies, config, compute)
     state = dataclasses.replace(state, window=write_ring(state.window, boundary, batch, rows))
     state = publish(x, boundary, state, params, batch, config, compute)
-    slots, index = ring_slots(batch, *state.suffix_pre.shape[:2])
+    return keep_suffix(dataclasses.replace(carry, state=state), boundary, batch, config)
+
+
+def keep_suffix(carry: Carry, index: Index, batch: StepBatch, config: ModelConfig) -> KVState:
+    """Keeps the last W rows that enter the last KV source, for a bounded prefill to go on from.
+
+    Decoding keeps them too, so that a prompt which continues a finished turn finds them.
+    """
+    state, boundary = carry.state, config.boundary_layer
+    if boundary is None or (isinstance(index, int) and index != boundary):
+        return state
+    capacity, window = state.suffix_pre.shape[:2]
+    slots, place = ring_slots(batch, capacity, window)
+    slots = jnp.where(index == boundary, slots, capacity)
     return dataclasses.replace(
         state,
-        suffix_stream=state.suffix_stream.at[slots, index].set(carry.stream, mode="drop"),
-        suffix_pre=state.suffix_pre.at[slots, index].set(carry.pre, mode="drop"),
+        suffix_stream=state.suffix_stream.at[slots, place].set(carry.stream, mode="drop"),
+        suffix_pre=state.suffix_pre.at[slots, place].set(carry.pre, mode="drop"),
     )
 
 

@@ -1,0 +1,258 @@
+"""The device's side of the engine: caches, page tables, compiled programs and their sizes."""
+
+from collections.abc import Sequence as Seq
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from tqdm import tqdm
+
+from ds41jax.cache.sequence_pages import SequencePages
+from ds41jax.engine import cache_moves, steps
+from ds41jax.engine.batching import ROW_BUCKETS, SequenceRows, build_batch, row_bucket
+from ds41jax.engine.compile_counter import compilations
+from ds41jax.engine.engram_lookup import EngramLookup
+from ds41jax.engine.grammar_matcher import mask_words
+from ds41jax.engine.loading import Model
+from ds41jax.engine.options import EngineOptions, RoundShape, round_shape, round_shapes
+from ds41jax.engine.sampling import SamplingParams, sampling_rows
+from ds41jax.engine.selection import Choices, Outcome, read, select_step
+from ds41jax.engine.sequence import Sequence
+from ds41jax.model.state import PAGE_ROWS, CacheShape, init_state
+
+_GREEDY = SamplingParams()
+
+
+class Device:
+    """Runs steps. Everything is allocated here, once; states are donated from step to step."""
+
+    def __init__(self, model: Model, options: EngineOptions, pages: int, slots: int, block: int):
+        """`pages` of the pool, `slots` of the caches (arena included), `block` drafts at most."""
+        config = model.config
+        self.model, self.config, self.compute = model, config, options.compute
+        self.block, self.pages = block, pages
+        self.mask_words = mask_words(config.vocab_size)
+        self.shapes = round_shapes(options.max_active, 1 + block)
+        self.chunk_buckets = tuple(
+            sorted({b for b in ROW_BUCKETS if b < options.prefill_chunk} | {options.prefill_chunk})
+        )
+        width = -(-options.context // PAGE_ROWS)
+        sources = len(config.kv_source_layer_ids)
+        self.page_tables = np.full((sources, options.max_active, width), pages, np.int32)
+        self.state = init_state(config, CacheShape(slots, pages), options.compute)
+        # Steps without constraints share one mask on the device: nothing is sent for them.
+        rows = {shape.rows for shape in self.shapes}
+        self._free_masks = {n: jnp.full((n, self.mask_words), -1, jnp.int32) for n in rows}
+
+    @property
+    def compiled(self) -> int:
+        """Programs that this process has compiled."""
+        return compilations()
+
+    # ------------------------------------------------------------------ caches
+
+    def copy_slot(self, source: int, target: int) -> None:
+        """Copies what a sequence keeps in one slot to another."""
+        self.state = cache_moves.copy_slot(self.state, np.int32(source), np.int32(target))
+
+    def copy_pages(self, pairs: list[tuple[int, int]]) -> None:
+        """Copies pages of the pool, (source, target) each."""
+        batch = max(1, len(self.config.kv_source_layer_ids))
+        for first in range(0, len(pairs), batch):
+            part = pairs[first : first + batch]
+            sources, targets = np.zeros(batch, np.int32), np.full(batch, self.pages, np.int32)
+            sources[: len(part)] = [source for source, _ in part]
+            targets[: len(part)] = [target for _, target in part]
+            self.state = cache_moves.copy_pages(self.state, sources, targets)
+
+    def set_pages(self, slot: int, pages: SequencePages) -> None:
+        """Makes a sequence's pages known to later steps."""
+        pages.write_into(self.page_tables[:, slot])
+
+    # ------------------------------------------------------------------ steps
+
+    def encode(self, rows: SequenceRows) -> None:
+        """A chunk of a bounded prefill."""
+        batch = self._chunk(rows)
+        self.state = steps.encode_step(
+            self.model.params, self.state, batch, self.config, self.compute
+        )
+
+    def feed(self, rows: SequenceRows) -> jax.Array:
+        """A chunk of an exact prefill; logits [1, V] of its last row."""
+        self.state, logits, _ = steps.full_step(
+            self.model.params, self.state, self._chunk(rows), self.config, self.compute
+        )
+        return logits
+
+    def feed_suffix(self, rows: SequenceRows) -> jax.Array:
+        """The end of a bounded prefill; logits [1, V] of its last row."""
+        self.state, logits, _ = steps.suffix_step(
+            self.model.params, self.state, self._chunk(rows), self.config, self.compute
+        )
+        return logits
+
+    def _chunk(self, rows: SequenceRows) -> Any:
+        return build_batch(
+            [rows],
+            self.page_tables,
+            self.config,
+            logit_rows=[len(rows) - 1],
+            buckets=self.chunk_buckets,
+            width=1,
+        )
+
+    def verify(self, sequences: list[SequenceRows]) -> jax.Array:
+        """Rows of a decode round; logits of them all, padded."""
+        shape = round_shape(self.shapes, len(sequences), sum(map(len, sequences)))
+        batch = build_batch(
+            sequences, self.page_tables, self.config, buckets=(shape.rows,), width=shape.width
+        )
+        self.state, logits, _ = steps.full_step(
+            self.model.params, self.state, batch, self.config, self.compute
+        )
+        return logits
+
+    def upload_logits(self, logits: np.ndarray) -> jax.Array:
+        """A saved row of logits [V], as a step would have returned it."""
+        return jnp.asarray(logits[None], jnp.float32)
+
+    def select(
+        self,
+        sequences: Seq[Sequence],
+        drafts: Seq[Seq[int]],
+        masks: Seq[np.ndarray] | None,
+        logits: jax.Array,
+        fed: int,
+    ) -> Outcome:
+        """Chooses tokens of a step's rows and drafts on; waits for the device.
+
+        Args:
+          sequences: whose rows the step had.
+          drafts: of each, verified after its anchor row.
+          masks: of each, [1 + drafts, words], or None if nothing is constrained.
+          logits: [rows, V] of the step.
+          fed: 1 if the anchor rows stand at the sequences' `length`, 0 if just below it.
+        """
+        counts = [1 + len(own) for own in drafts]
+        shape = next(
+            s for s in self.shapes if s.width >= len(sequences) and s.rows == logits.shape[0]
+        )
+        choices = self._choices(sequences, drafts, counts, masks, shape, fed)
+        outcome = select_step(
+            self.model.params,
+            self.state,
+            logits,
+            choices,
+            self.config,
+            self.compute,
+            self.block > 0,
+        )
+        return read(outcome)
+
+    def _choices(
+        self,
+        sequences: Seq[Sequence],
+        drafts: Seq[Seq[int]],
+        counts: list[int],
+        masks: Seq[np.ndarray] | None,
+        shape: RoundShape,
+        fed: int,
+    ) -> Choices:
+        width, rows = shape.width, shape.rows
+        token_ids = np.zeros(rows, np.int32)
+        params, index = [_GREEDY] * rows, [0] * rows
+        row = 0
+        for s, own, count in zip(sequences, drafts, counts, strict=True):
+            token_ids[row + 1 : row + count] = own
+            params[row : row + count] = [s.request.sampling] * count
+            index[row : row + count] = range(s.emitted, s.emitted + count)
+            row += count
+        per_sequence = np.zeros((4, width), np.int32)
+        per_sequence[0, : len(counts)] = [s.slot for s in sequences]
+        per_sequence[1, : len(counts)] = [s.length + fed - 1 for s in sequences]
+        per_sequence[2, : len(counts)] = np.cumsum([0, *counts])[:-1]
+        per_sequence[3, : len(counts)] = counts
+        slots, starts, first_rows, row_counts = per_sequence
+        fields: dict[str, Any] = {
+            "sampling": sampling_rows(params, index),
+            "masks": self._masks(masks, rows),
+            "masked": np.bool_(masks is not None),
+            "logprobs": np.bool_(any(s.request.top_logprobs is not None for s in sequences)),
+            "token_ids": token_ids,
+            "slots": slots,
+            "starts": starts,
+            "first_rows": first_rows,
+            "counts": row_counts,
+        }
+        return Choices(**fields)
+
+    def _masks(self, masks: Seq[np.ndarray] | None, rows: int) -> jax.Array | np.ndarray:
+        if masks is None:
+            return self._free_masks[rows]
+        joined: np.ndarray = np.full((rows, self.mask_words), -1, np.int32)
+        joined[: sum(map(len, masks))] = np.concatenate(masks)
+        return joined
+
+    # ------------------------------------------------------------------ warm-up
+
+    def warm_up(self, bounded: bool, engram: EngramLookup | None, progress: bool) -> None:
+        """Compiles every program by running it on rows that are written nowhere."""
+        bounded = bounded and self.config.boundary_layer is not None
+        suffix = row_bucket(
+            min(self.config.sliding_window, self.chunk_buckets[-1]), self.chunk_buckets
+        )
+        jobs: list[tuple[Any, int, int]] = [
+            (self._warm_round, s.rows, s.width) for s in self.shapes
+        ]
+        for bucket in self.chunk_buckets:
+            jobs.append((self._warm_encode if bounded else self._warm_feed, bucket, 1))
+        if bounded:
+            buckets = [b for b in self.chunk_buckets if b <= suffix]
+            jobs += [(self._warm_suffix, bucket, 1) for bucket in buckets]
+        for job, rows, width in tqdm(jobs, desc="compiling", unit="program", disable=not progress):
+            job(self._idle_batch(rows, width, engram, job == self._warm_round))
+        self.copy_slot(0, 0)
+        self.copy_pages([(0, self.pages)])
+        jax.block_until_ready(self.state)
+
+    def _idle_batch(
+        self, rows: int, width: int, engram: EngramLookup | None, every_row: bool
+    ) -> Any:
+        """A batch of padding alone."""
+        tokens = np.zeros(1, np.int32)
+        found = None if engram is None else engram.gather(tokens, np.zeros(1, bool), 0)
+        batch = build_batch(
+            [SequenceRows(slot=0, start=0, token_ids=tokens, engram=found)],
+            self.page_tables,
+            self.config,
+            logit_rows=None if every_row else [0],
+            buckets=(rows,),
+            width=width,
+        )
+        return batch.replace(sequences=np.full(rows, width, np.int32))  # type: ignore[attr-defined]
+
+    def _warm_round(self, batch: Any) -> None:
+        self.state, logits, _ = steps.full_step(
+            self.model.params, self.state, batch, self.config, self.compute
+        )
+        shape = RoundShape(batch.starts.shape[0], batch.positions.shape[0])
+        choices = self._choices([], [], [], None, shape, 1)
+        args = (logits, choices, self.config, self.compute, self.block > 0)
+        read(select_step(self.model.params, self.state, *args))
+
+    def _warm_encode(self, batch: Any) -> None:
+        self.state = steps.encode_step(
+            self.model.params, self.state, batch, self.config, self.compute
+        )
+
+    def _warm_feed(self, batch: Any) -> None:
+        self.state, *_ = steps.full_step(
+            self.model.params, self.state, batch, self.config, self.compute
+        )
+
+    def _warm_suffix(self, batch: Any) -> None:
+        self.state, *_ = steps.suffix_step(
+            self.model.params, self.state, batch, self.config, self.compute
+        )

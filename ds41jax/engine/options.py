@@ -1,0 +1,88 @@
+"""How an engine is sized: requests, rows, cache, reuse."""
+
+from dataclasses import dataclass, field
+
+from ds41jax.cache.radix import Reuse
+from ds41jax.config import ModelConfig
+from ds41jax.drafting.fixed import FixedPolicy
+from ds41jax.drafting.policy import Policy
+from ds41jax.kernels.compute import Compute
+from ds41jax.model.state import PAGE_ROWS
+
+MAX_ACTIVE = 16
+
+
+@dataclass(frozen=True)
+class EngineOptions:
+    """Sizes and choices of an engine; everything is allocated once, before the first request.
+
+    Attributes:
+      max_active: requests that run at once, 1 to 16.
+      max_queue: requests that may wait; more are refused.
+      context: positions of the longest sequence, prompt and output together.
+      pool_tokens: tokens of all sequences and snapshots together that the page pool holds.
+      prefill_chunk: prompt rows a step; a running request waits for one such step at most.
+      bounded: prefill the layers past the last KV source on a prompt's last window only.
+      dspark: draft with the checkpoint's drafter, if it has one.
+      policy: how many drafts to verify.
+      reuse: what a prompt may take from earlier ones.
+      retained: snapshots of prompts, and as many of finished turns, kept on the device.
+      snapshot_every: in exact reuse, tokens between snapshots inside a long prompt.
+      warm_up: compile every program before the first request.
+      compute: rounding and kernels.
+    """
+
+    max_active: int = MAX_ACTIVE
+    max_queue: int = 64
+    context: int = 4096
+    pool_tokens: int = 65536
+    prefill_chunk: int = 256
+    bounded: bool = True
+    dspark: bool = True
+    policy: Policy = field(default_factory=lambda: FixedPolicy(5))
+    reuse: Reuse = Reuse.BOUNDED
+    retained: int = 8
+    snapshot_every: int = 2048
+    warm_up: bool = True
+    compute: Compute = field(default_factory=Compute)
+
+    def check(self, config: ModelConfig) -> None:
+        """Raises `ValueError` naming the option that does not fit the model."""
+        limit = config.max_position_embeddings
+        checks = [
+            ("max_active", 1 <= self.max_active <= MAX_ACTIVE, f"from 1 to {MAX_ACTIVE}"),
+            ("max_queue", self.max_queue >= 0, "at least 0"),
+            ("context", 2 <= self.context <= limit, f"from 2 to {limit}"),
+            ("pool_tokens", self.pool_tokens >= 2 * PAGE_ROWS, f"at least {2 * PAGE_ROWS}"),
+            ("prefill_chunk", self.prefill_chunk >= 1, "at least 1"),
+            ("retained", self.retained >= 0, "at least 0"),
+            ("snapshot_every", self.snapshot_every >= 1, "at least 1"),
+        ]
+        for name, ok, what in checks:
+            if not ok:
+                raise ValueError(f"{name} must be {what}, not {getattr(self, name)}")
+
+
+@dataclass(frozen=True)
+class RoundShape:
+    """A compiled size of a decode round: sequences and rows."""
+
+    width: int
+    rows: int
+
+
+def round_shapes(max_active: int, rows_each: int) -> tuple[RoundShape, ...]:
+    """Sizes of decode rounds, ascending: one row a sequence, and a whole verification each."""
+    shapes = []
+    width = 1
+    while True:
+        width = min(width, max_active)
+        shapes += [RoundShape(width, width), RoundShape(width, width * rows_each)]
+        if width == max_active:
+            return tuple(dict.fromkeys(shapes))
+        width *= 4
+
+
+def round_shape(shapes: tuple[RoundShape, ...], sequences: int, rows: int) -> RoundShape:
+    """The smallest compiled size that holds a round."""
+    return next(s for s in shapes if s.width >= sequences and s.rows >= rows)
