@@ -269,7 +269,7 @@ class HostTier:
         self.pool.release(pages)
         for page in pages:
             if not self.pool.sharers(page):
-                for identity in ():
+                for identity in self._names.pop(page, ()):
                     del self._places[identity]
 
     def _try_finish(self, ticket: StoreTicket, timeout: float) -> bool:
