@@ -67,11 +67,11 @@ def _thinking(fields: ChatFields) -> tuple[str | None, str | None, int | None]:
     return thinking, effort_name(effort, "reasoning_effort"), None
 
 
-def effort_name(effort: str | None, param: str) -> str | None:
+def effort_name(effort: Any, param: str) -> str | None:
     """One of the library's names for an effort; raises `ApiError`."""
     if effort is None:
         return None
-    if effort not in EFFORTS:
+    if not isinstance(effort, str) or effort not in EFFORTS:
         raise invalid(param, f"{param} must be one of {', '.join(EFFORTS)}, or 1 to 100.")
     return EFFORTS[effort]
 

@@ -50,7 +50,7 @@ def _choice(choice: dict[str, Any] | None) -> ToolChoice:
     if choice is None:
         return ToolChoice()
     kind, name = choice.get("type"), choice.get("name")
-    if kind not in _MODES or (kind == "tool") != isinstance(name, str):
+    if not isinstance(kind, str) or kind not in _MODES or (kind == "tool") != isinstance(name, str):
         raise invalid("tool_choice", "tool_choice must be auto, any, none or a tool with its name.")
     parallel = choice.get("disable_parallel_tool_use") is not True
     return ToolChoice(mode=_MODES[kind], name=name, parallel=parallel)
