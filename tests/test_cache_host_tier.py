@@ -171,6 +171,13 @@ def test_the_quota_holds_and_the_least_valuable_goes() -> None:
     assert toy.host and toy.host.pool.used <= 24
 
 
+def test_a_freed_host_page_is_no_longer_known_by_its_old_name() -> None:
+    toy = toy_engine(slots=1)
+    run(toy, numbers(16))
+    run(toy, numbers(16, 100))
+    toy.check()
+
+
 def test_a_poor_device_hit_does_not_hide_a_full_host_hit() -> None:
     toy = toy_engine()
     run(toy, numbers(40))

@@ -42,7 +42,7 @@ class PageLayout:
 
     def pages(self, tokens: int) -> tuple[int, ...]:
         """Pages of each source that hold the rows of `tokens` positions."""
-        return tuple(-(-rows // self.page_rows) for rows in self.rows(tokens))
+        return tuple([-(-(tokens // ratio) // self.page_rows) for ratio in self.ratios])
 
     def total_pages(self, tokens: int) -> int:
         """Pages of all sources together."""
@@ -119,6 +119,8 @@ class PagePool:
         """
         if count > self.free:
             raise PoolExhausted(count, self.free, self.size)
+        if count == 0:
+            return []
         taken = self._free[self.free - count :][::-1]
         del self._free[self.free - count :]
         self._references[taken] = 1

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from ds41jax.cache.host_tier import HostTier
-from ds41jax.cache.pool import PageLayout, PagePool
+from ds41jax.cache.pool import PageLayout, PagePool, PoolExhausted
 from ds41jax.cache.radix import ALIGNMENT, Bank, Entry, Reuse, partial_start
 from ds41jax.cache.residency import Residency
 from ds41jax.cache.sequence_pages import Reservation, SequencePages, reserve
@@ -63,9 +63,12 @@ class PrefixCache:
         Raises:
           PoolExhausted: all unpinned snapshots together would not free enough.
         """
-        if not self.evict_for(_pages_wanted(wants)):
-            self._evict_tail_sharers(wants)
-            self.evict_for(_pages_wanted(wants))
+        try:
+            return reserve(self.pool, wants)
+        except PoolExhausted as short:
+            if not self.evict_for(short.needed):
+                self._evict_tail_sharers(wants)
+                self.evict_for(_pages_wanted(wants))
         return reserve(self.pool, wants)
 
     def _evict_tail_sharers(self, wants: Sequence[tuple[SequencePages, int]]) -> None:

@@ -79,17 +79,17 @@ class SequencePages:
         """(source, table index, valid rows) of partly filled shared pages that growing to `end`
         tokens would append to."""
         tails = []
-        rows_now, rows_end = self.layout.rows(self.length), self.layout.rows(end)
-        for source, (now, then) in enumerate(zip(rows_now, rows_end, strict=True)):
+        for source, ratio in enumerate(self.layout.ratios):
+            now = self.length // ratio
             index, valid = divmod(now, self.layout.page_rows)
-            if then > now and valid and not self.pool.writable(self.tables[source][index]):
+            if valid and end // ratio > now and not self.pool.writable(self.tables[source][index]):
                 tails.append((source, index, valid))
         return tails
 
     def missing(self, end: int) -> tuple[int, ...]:
         """Pages of each source that holding `end` tokens takes beyond those in the tables."""
         counts = self.layout.pages(end)
-        return tuple(max(0, n - len(t)) for n, t in zip(counts, self.tables, strict=True))
+        return tuple([max(0, n - len(t)) for n, t in zip(counts, self.tables, strict=True)])
 
     def write_into(self, rows: np.ndarray) -> None:
         """Fills [sources, pages] int32; the rest gets the pool's size, where writes are dropped."""
