@@ -1,0 +1,1 @@
+"""The host loop: requests, scheduler, step programs, speculation, sampling, constraints."""

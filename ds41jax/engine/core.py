@@ -5,23 +5,23 @@ that request alone, whatever runs beside it.
 """
 
 import itertools
-import time
 from collections import deque
 from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 
 import jax
 import numpy as np
 
 from ds41jax.cache.admission import Admission, decide, lifetime_pages, remaining_need
+from ds41jax.cache.host_tier import HostOptions, HostTier
 from ds41jax.cache.pool import PageLayout, PagePool, PoolExhausted
 from ds41jax.cache.radix import Bank, Reuse
 from ds41jax.cache.retained import PrefixCache
 from ds41jax.cache.sequence_pages import SequencePages
 from ds41jax.cache.snapshots import BankLimits, CacheOptions, Hit
 from ds41jax.cache.symbols import ImageSpan
-from ds41jax.drafting.policy import RequestDraft, RequestOutcome, RoundOutcome
 from ds41jax.engine.device import Device
-from ds41jax.engine.grammar_matcher import masks_for_draft
+from ds41jax.engine.host_copies import HostCopier
 from ds41jax.engine.loading import Model
 from ds41jax.engine.options import EngineOptions
 from ds41jax.engine.prepare import Preparer
@@ -36,8 +36,11 @@ from ds41jax.engine.request import (
 )
 from ds41jax.engine.selection import Outcome
 from ds41jax.engine.sequence import UNSET, Phase, Sequence
+from ds41jax.engine.speculation import Speculation
 from ds41jax.engine.stats import Counters
 from ds41jax.model.state import PAGE_ROWS
+
+ENGRAM_READERS = 2
 
 
 class EngineCore:
@@ -64,14 +67,24 @@ class EngineCore:
                 prompts=BankLimits(options.retained),
                 turns=BankLimits(options.retained),
             ),
+            self._host_tier(),
         )
-        self.policy = options.policy.copy()
+        self.speculation = Speculation(options.policy.copy(), self.block, self.device.mask_words)
         self.waiting: deque[Sequence] = deque()
         self.active: list[Sequence] = []
         self.counters = Counters()
         self._free_slots = list(range(options.max_active))[::-1]
         self._numbers = itertools.count()
-        self._lane: list[RequestDraft] = []
+        self._readers = ThreadPoolExecutor(ENGRAM_READERS, thread_name_prefix="engram")
+
+    def _host_tier(self) -> HostTier | None:
+        slots = self.options.host_snapshots
+        if not slots or self.options.reuse is Reuse.OFF:
+            return None
+        pages = self.layout.total_pages(self.options.host_tokens)
+        copier = HostCopier(self.device, slots, pages)
+        sizes = HostOptions(pages=pages, slots=slots, min_tokens=self.config.sliding_window)
+        return HostTier(sizes, self.layout, self.pool, copier)
 
     @property
     def idle(self) -> bool:
@@ -122,7 +135,7 @@ class EngineCore:
         """Starts waiting requests in order of arrival while slots and pages last."""
         while self.waiting and self._free_slots:
             sequence = self.waiting[0]
-            hit = self.cache.lookup(sequence.symbols[: sequence.prompt_length])
+            hit = self._lookup(sequence)
             needs = [
                 remaining_need(self.layout, s.lifetime, s.pages)
                 for s in self.active
@@ -140,6 +153,14 @@ class EngineCore:
                 self._start(sequence, decision.hit)
             except PoolExhausted as error:
                 self._fail(sequence, EngineError("capacity", str(error)))
+
+    def _lookup(self, sequence: Sequence) -> Hit | None:
+        """The best hit; one in host memory is brought back to the device first."""
+        symbols = sequence.symbols[: sequence.prompt_length]
+        hit = self.cache.lookup(symbols)
+        if hit is not None and hit.on_host and self.cache.restore(hit) is None:
+            return self.cache.lookup(symbols, host=False)
+        return hit
 
     def _too_large(self, sequence: Sequence) -> EngineError:
         need = sum(lifetime_pages(self.layout, sequence.lifetime))
@@ -194,6 +215,7 @@ class EngineCore:
                 logits = self.device.feed(rows)
             self._commit(sequence, last)
             if last < end:
+                self._read_ahead(sequence)
                 self._snapshot_inside(sequence)
             elif not bounded:
                 self._finish_prefill(sequence, logits)
@@ -208,6 +230,13 @@ class EngineCore:
         if last == end:
             self._finish_prefill(sequence, logits)
         return True
+
+    def _read_ahead(self, sequence: Sequence) -> None:
+        """The next chunk's Engram rows come from disk while the device works on this one."""
+        if self.model.engram is not None:
+            first = sequence.length
+            last = min(first + self.options.prefill_chunk, sequence.prompt_length)
+            sequence.read_ahead(first, last, self.model.engram, self._readers)
 
     def _commit(self, sequence: Sequence, length: int) -> None:
         assert sequence.pages is not None
@@ -247,10 +276,9 @@ class EngineCore:
     def _first_token(self, sequence: Sequence, logits: jax.Array) -> None:
         """Chooses from the prompt's last row, which is in the caches already."""
         sequence.phase = Phase.DECODE
-        masks = None
-        if sequence.matcher is not None:
-            masks = [masks_for_draft(sequence.matcher, ())[1]]
-        outcome = self.device.select([sequence], [[]], masks, logits, fed=0)
+        outcome = self.device.select(
+            [sequence], [[]], self.speculation.masks([sequence]), logits, fed=0
+        )
         _, reason = self._take(sequence, outcome, 0, 0, [])
         self._settle(sequence, reason)
 
@@ -261,9 +289,7 @@ class EngineCore:
         running = [s for s in self.active if s.phase is Phase.DECODE]
         if not running:
             return False
-        begun = time.perf_counter()
-        compiled = self.device.compiled
-        drafts, masks = self._choose_drafts(running)
+        drafts, masks = self.speculation.choose(running)
         logits = self.device.verify(
             [
                 s.rows(s.length, s.length + 1 + len(d), self.model.engram, d)
@@ -279,37 +305,8 @@ class EngineCore:
             self._settle(sequence, reason)
             accepted.append(count)
             row += 1 + len(own)
-        timed = self.device.compiled == compiled
-        self._observe(running, drafts, accepted, begun if timed else None)
+        self.speculation.observe(running, drafts, accepted)
         return True
-
-    def _choose_drafts(
-        self, running: list[Sequence]
-    ) -> tuple[list[list[int]], list[np.ndarray] | None]:
-        """The drafts to verify of each sequence, and mask rows if any is constrained."""
-        candidates, walked = [], []
-        for s in running:
-            own = s.draft_ids[: max(0, min(self.block, s.remaining - 1))]
-            rows = None
-            if s.matcher is not None:
-                kept, rows = masks_for_draft(s.matcher, own)
-                own = own[:kept]
-            candidates.append(own)
-            walked.append(rows)
-        self._lane = [
-            RequestDraft(s.number, len(own), s.confidence)
-            for s, own in zip(running, candidates, strict=True)
-        ]
-        lengths = self.policy.choose(self._lane) if self.dspark else [0] * len(running)
-        drafts = [own[:k] for own, k in zip(candidates, lengths, strict=True)]
-        if all(rows is None for rows in walked):
-            return drafts, None
-        free = np.full((1, self.device.mask_words), -1, np.int32)
-        masks = [
-            np.repeat(free, 1 + len(d), axis=0) if rows is None else rows[: 1 + len(d)]
-            for d, rows in zip(drafts, walked, strict=True)
-        ]
-        return drafts, masks
 
     def _take(
         self, sequence: Sequence, outcome: Outcome, place: int, row: int, drafts: list[int]
@@ -352,23 +349,6 @@ class EngineCore:
             return "stop"
         return "length" if sequence.remaining == 0 else None
 
-    def _observe(
-        self,
-        running: list[Sequence],
-        drafts: list[list[int]],
-        accepted: list[int],
-        begun: float | None,
-    ) -> None:
-        """Tells the policy what the round took and gave; a round that compiled says nothing."""
-        if not self.dspark:
-            return
-        micros = None if begun is None else (time.perf_counter() - begun) * 1e6
-        outcomes = tuple(
-            RequestOutcome(draft, len(own), taken, cut=s.phase is Phase.DONE)
-            for s, draft, own, taken in zip(running, self._lane, drafts, accepted, strict=True)
-        )
-        self.policy.observe(RoundOutcome(outcomes, micros, width=self.block))
-
     # ------------------------------------------------------------------ requests out
 
     def _end(self, sequence: Sequence, reason: str) -> None:
@@ -399,7 +379,11 @@ class EngineCore:
         sequence.pages.release()
         self.active.remove(sequence)
         self._free_slots.append(sequence.slot)
-        self.policy.forget(sequence.number)
+        self.speculation.policy.forget(sequence.number)
+
+    def close(self) -> None:
+        """Ends the background threads."""
+        self._readers.shutdown(wait=False, cancel_futures=True)
 
     def fail_all(self, error: EngineError) -> None:
         """Ends every request after a step that could not be finished."""

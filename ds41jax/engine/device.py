@@ -11,7 +11,6 @@ from tqdm import tqdm
 from ds41jax.cache.sequence_pages import SequencePages
 from ds41jax.engine import cache_moves, steps
 from ds41jax.engine.batching import ROW_BUCKETS, SequenceRows, build_batch, row_bucket
-from ds41jax.engine.compile_counter import compilations
 from ds41jax.engine.engram_lookup import EngramLookup
 from ds41jax.engine.grammar_matcher import mask_words
 from ds41jax.engine.loading import Model
@@ -44,11 +43,6 @@ class Device:
         # Steps without constraints share one mask on the device: nothing is sent for them.
         rows = {shape.rows for shape in self.shapes}
         self._free_masks = {n: jnp.full((n, self.mask_words), -1, jnp.int32) for n in rows}
-
-    @property
-    def compiled(self) -> int:
-        """Programs that this process has compiled."""
-        return compilations()
 
     # ------------------------------------------------------------------ caches
 

@@ -183,7 +183,7 @@ class Engine:
             compiled_after_ready=compilations() - self._ready_compilations,
             totals=totals,
             cache=dataclasses.asdict(core.cache.stats()),
-            policy=core.policy.stats() if core.dspark else {"mode": "off"},
+            policy=core.speculation.policy.stats() if core.dspark else {"mode": "off"},
         )
 
     def drain(self, timeout: float = 600.0) -> bool:
@@ -203,6 +203,7 @@ class Engine:
             self._closed = True
             self._lock.notify()
         self._thread.join()
+        self._core.close()
 
     def __enter__(self) -> "Engine":
         return self

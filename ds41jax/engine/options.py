@@ -27,6 +27,8 @@ class EngineOptions:
       policy: how many drafts to verify.
       reuse: what a prompt may take from earlier ones.
       retained: snapshots of prompts, and as many of finished turns, kept on the device.
+      host_snapshots, host_tokens: snapshots kept in host memory once the device gives them up, and
+        tokens of all of them together; 0 for none.
       snapshot_every: in exact reuse, tokens between snapshots inside a long prompt.
       warm_up: compile every program before the first request.
       compute: rounding and kernels.
@@ -42,6 +44,8 @@ class EngineOptions:
     policy: Policy = field(default_factory=lambda: FixedPolicy(5))
     reuse: Reuse = Reuse.BOUNDED
     retained: int = 8
+    host_snapshots: int = 0
+    host_tokens: int = 65536
     snapshot_every: int = 2048
     warm_up: bool = True
     compute: Compute = field(default_factory=Compute)
@@ -56,6 +60,8 @@ class EngineOptions:
             ("pool_tokens", self.pool_tokens >= 2 * PAGE_ROWS, f"at least {2 * PAGE_ROWS}"),
             ("prefill_chunk", self.prefill_chunk >= 1, "at least 1"),
             ("retained", self.retained >= 0, "at least 0"),
+            ("host_snapshots", self.host_snapshots >= 0, "at least 0"),
+            ("host_tokens", self.host_tokens >= PAGE_ROWS, f"at least {PAGE_ROWS}"),
             ("snapshot_every", self.snapshot_every >= 1, "at least 1"),
         ]
         for name, ok, what in checks:

@@ -2,6 +2,7 @@
 
 import enum
 from collections.abc import Callable
+from concurrent.futures import Executor, Future
 from dataclasses import dataclass, field
 
 import jax
@@ -74,6 +75,7 @@ class Sequence:
     confidence: tuple[float, ...] = ()
     drafted: int = 0
     accepted: int = 0
+    _ahead: tuple[int, int, Future[QuantizedArray]] | None = None
 
     @property
     def prompt_length(self) -> int:
@@ -134,11 +136,23 @@ class Sequence:
             global_floor=0 if decoding else self.global_floor,
         )
 
+    def read_ahead(self, first: int, last: int, engram: EngramLookup, readers: Executor) -> None:
+        """Begins to gather the Engram rows of prompt positions that the next step will feed."""
+        rows = readers.submit(self._gather, self.tokens[:last], first, engram)
+        self._ahead = first, last, rows
+
     def _engram_rows(
         self, tokens: np.ndarray, first: int, last: int, engram: EngramLookup | None
     ) -> QuantizedArray | None:
         if engram is None:
             return None
+        ahead, self._ahead = self._ahead, None
+        if ahead is not None and ahead[:2] == (first, last):
+            return ahead[2].result()
+        return self._gather(tokens, first, engram)
+
+    def _gather(self, tokens: np.ndarray, first: int, engram: EngramLookup) -> QuantizedArray:
+        last = len(tokens)
         before = max(0, first - engram.history)
         return engram.gather(tokens[before:], self.is_image[before:last], first - before)
 

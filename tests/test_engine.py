@@ -1,0 +1,322 @@
+"""The engine gives every request exactly what it gets alone, whatever runs beside it."""
+
+import numpy as np
+import pytest
+from engine_runs import Run, alone, options, prompt, request
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from oracle import recorded, tiny_model
+
+from ds41jax.cache.radix import Reuse
+from ds41jax.drafting.fixed import FixedPolicy
+from ds41jax.engine.core import EngineCore
+from ds41jax.engine.request import (
+    EngineError,
+    Failed,
+    Finished,
+    ImageSpan,
+    Request,
+    Started,
+    Token,
+)
+
+MIXED = [
+    request(prompt(1, 20), 12),
+    request(prompt(2, 33), 12, seed=3),
+    request(prompt(3, 7), 9),
+    request(prompt(4, 1), 5, seed=9),
+    request(prompt(5, 64), 12),
+    request(prompt(6, 100), 7, seed=1),
+]
+
+
+def test_batched_equals_alone():
+    assert Run().all(MIXED) == [alone(r) for r in MIXED]
+
+
+def test_drafts_change_nothing():
+    run = Run(dspark=False)
+    assert run.all(MIXED) == [alone(r) for r in MIXED]
+    assert run.core.counters.drafted == 0
+
+
+@pytest.mark.parametrize("limit", [1, 2, 3, 4, 5])
+def test_every_draft_width_gives_the_same(limit):
+    """Blocks of five and verifications of six rows corrupted other engines: each width apart."""
+    run = Run(policy=FixedPolicy(limit))
+    assert run.all(MIXED[:3]) == [alone(r) for r in MIXED[:3]]
+    widths = run.core.speculation.policy.stats()["draft_rows_histogram"]
+    assert widths[limit] > 0 and not any(widths[limit + 1 :])
+
+
+@pytest.mark.parametrize("chunk", [8, 64])
+@pytest.mark.parametrize("bounded", [True, False])
+def test_every_chunk_size_gives_the_same(chunk, bounded):
+    requests = [request(prompt(6, 100), 4), request(prompt(5, 64), 4), request(prompt(1, 8), 4)]
+    run = Run(prefill_chunk=chunk, bounded=bounded)
+    assert run.all(requests) == [alone(r, bounded) for r in requests]
+
+
+@settings(max_examples=6, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
+@given(st.data())
+def test_any_schedule_gives_the_same(data):
+    """Arrivals and cancellations at any step, over reuse in exact mode."""
+    run = Run(reuse=Reuse.EXACT)
+    cancelled = set()
+    for _ in range(data.draw(st.integers(3, 8), label="requests")):
+        base = prompt(data.draw(st.integers(0, 2), label="prompt"), 40)
+        ids = base[: data.draw(st.integers(1, 40), label="length")]
+        seed = data.draw(st.sampled_from([None, 5]), label="seed")
+        number = run.add(request(ids, data.draw(st.integers(1, 6), label="tokens"), seed))
+        for _ in range(data.draw(st.integers(0, 4), label="steps")):
+            run.core.step()
+        if data.draw(st.integers(0, 5), label="cancel") == 0:
+            run.sequences[number].cancelled = True
+            cancelled.add(number)
+    run.finish()
+    for number, sequence in enumerate(run.sequences):
+        wanted = alone(sequence.request)
+        got = run.tokens(number)
+        assert got == wanted[: len(got)]
+        assert number in cancelled or got == wanted
+        assert run.last(number).reason in ("cancelled", "length", "stop")
+
+
+def test_a_long_prompt_does_not_stall_the_others():
+    run = Run(prefill_chunk=8)
+    first = run.add(request(prompt(1, 8), 20))
+    while not run.tokens(first):
+        run.core.step()
+    long = run.add(request(prompt(7, 120), 2))
+    while not run.tokens(long):
+        before = len(run.tokens(first))
+        run.core.step()
+        assert len(run.tokens(first)) > before or run.last(first)
+    run.finish()
+    assert run.tokens(first) == alone(run.sequences[first].request)
+
+
+def test_a_cancelled_request_leaves_its_neighbours_alone():
+    run = Run()
+    numbers = [run.add(r) for r in MIXED]
+    for _ in range(5):
+        run.core.step()
+    run.sequences[numbers[1]].cancelled = True
+    run.sequences[numbers[5]].cancelled = True
+    run.finish()
+    assert run.last(1).reason == run.last(5).reason == "cancelled"
+    for number in (0, 2, 3, 4):
+        assert run.tokens(number) == alone(MIXED[number])
+
+
+# ---------------------------------------------------------------------- reuse
+
+
+@pytest.mark.parametrize("bounded", [True, False])
+def test_exact_reuse_equals_a_cold_run(bounded):
+    """Whole prompts, prompts that go on, and turns that go on; no token may change."""
+    ids = prompt(8, 45)
+    run = Run(reuse=Reuse.EXACT, bounded=bounded)
+    first = request(ids, 9)
+    answer = run.all([first])[0]
+    assert answer == alone(first, bounded)
+    following = [
+        first,
+        request(ids, 9, seed=4),
+        request((*ids, *prompt(9, 3)), 6),
+        request((*ids, *prompt(10, 30)), 6),
+        request((*ids, *answer, *prompt(11, 2)), 6),
+        request((*ids, *answer, *prompt(12, 20)), 6, seed=2),
+    ]
+    for wanted in following:
+        number = run.add(wanted)
+        run.finish()
+        started = run.events[number][0]
+        assert isinstance(started, Started) and started.cached_tokens >= len(ids)
+        assert run.tokens(number) == alone(wanted, bounded)
+
+
+def test_exact_reuse_restarts_inside_a_long_prompt():
+    run = Run(reuse=Reuse.EXACT, prefill_chunk=64, snapshot_every=64)
+    ids = prompt(13, 200)
+    run.all([request(ids, 2)])
+    changed = request((*ids[:150], *prompt(14, 20)), 6)
+    number = run.add(changed)
+    run.finish()
+    assert run.events[number][0].cached_tokens == 128
+    assert run.tokens(number) == alone(changed)
+
+
+@pytest.mark.parametrize("length", [1, 7, 8, 9, 15, 16, 17, 129])
+def test_ring_phases_survive_reuse(length):
+    run = Run(reuse=Reuse.EXACT)
+    ids = prompt(15, length)
+    run.all([request(ids, 3)])
+    longer = request((*ids, *prompt(16, 5)), 6)
+    assert run.all([longer]) == [alone(longer)]
+
+
+def test_bounded_reuse_computes_the_last_window_again():
+    """The oracle's replay of a prompt that shares 45 tokens with an earlier one."""
+    golden = recorded("tiny_bounded")
+    prefix, ids = golden["prefix_ids"].tolist(), golden["replay0.input_ids"].tolist()
+    run = Run(reuse=Reuse.BOUNDED)
+    run.all([request(prefix, 1)])
+    number = run.add(request(ids, 8))
+    run.finish()
+    window = tiny_model().config.sliding_window
+    assert run.events[number][0].cached_tokens == 45 // 2 * 2 - window
+    wanted = golden["replay0.decode_tokens"].tolist()
+    assert run.tokens(number)[:1] == wanted[:1]
+
+
+def test_a_prompt_is_only_reused_with_its_own_images():
+    golden = recorded("tiny_runs")
+    ids, types = golden["img.input_ids"].tolist(), golden["img.token_types"]
+    start = int(np.argmax(types >= 0))
+    patches = golden["img.patches"].astype(np.float32)
+
+    def with_image(patches, identity):
+        image = ImageSpan(start, patches, 6, 8, identity)
+        return Request(tuple(ids), 6, images=(image,))
+
+    run = Run(reuse=Reuse.EXACT)
+    first, other, again = (
+        with_image(patches, b"a"),
+        with_image(patches[::-1].copy(), b"b"),
+        with_image(patches, b"a"),
+    )
+    tokens = run.all([first])[0]
+    assert tokens[0] == golden["img.decode_tokens"][0]
+    number = run.add(other)
+    run.finish()
+    assert run.events[number][0].cached_tokens == 0
+    number = run.add(again)
+    run.finish()
+    assert run.events[number][0].cached_tokens == len(ids)
+    assert run.tokens(number) == tokens
+
+
+def test_a_snapshot_comes_back_from_host_memory():
+    """One place on the device: the older prompt has gone to the host when it is asked for again."""
+    run = Run(reuse=Reuse.EXACT, retained=1, host_snapshots=4, host_tokens=2048)
+    old, new = request(prompt(40, 50), 4), request(prompt(41, 50), 4)
+    run.all([old])
+    run.all([new])
+    while run.core.cache.host.copying:
+        run.core.step()
+    number = run.add(old)
+    run.finish()
+    assert run.core.cache.stats().restored == 1
+    assert run.events[number][0].cached_tokens == 50
+    assert run.tokens(number) == alone(old)
+
+
+# ---------------------------------------------------------------------- limits and faults
+
+
+def test_what_cannot_ever_fit_fails_alone():
+    run = Run(pool_tokens=512, max_active=4)
+    small, large = run.add(MIXED[0]), run.add(request(prompt(1, 300), 200))
+    other = run.add(MIXED[2])
+    run.finish()
+    assert isinstance(run.last(large), Failed) and run.last(large).error.kind == "capacity"
+    assert run.tokens(small) == alone(MIXED[0]) and run.tokens(other) == alone(MIXED[2])
+
+
+def test_torture_by_a_tiny_pool():
+    """Many requests against few pages, with cancellations: served or cancelled, nothing leaks."""
+    run = Run(reuse=Reuse.EXACT, pool_tokens=1024)
+    rng = np.random.default_rng(0)
+    for i in range(60):
+        ids = prompt(int(rng.integers(6)), int(rng.integers(1, 200)))
+        number = run.add(request(ids, int(rng.integers(1, 5)), seed=i % 3 or None))
+        for _ in range(rng.integers(3)):
+            run.core.step()
+        if rng.random() < 0.2:
+            run.sequences[number].cancelled = True
+        run.core.check()
+    run.finish()
+    for number, sequence in enumerate(run.sequences):
+        last = run.last(number)
+        assert isinstance(last, Finished)
+        if last.reason != "cancelled":
+            assert run.tokens(number) == alone(sequence.request)
+    free = run.core.pool.free + run.core.cache.evictable_pages()
+    assert free == run.core.pool.size
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"token_ids": ()}, "token_ids"),
+        ({"token_ids": (512,)}, "token_ids"),
+        ({"token_ids": (-1,)}, "token_ids"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"max_tokens": 600}, "max_tokens"),
+        ({"top_logprobs": 21}, "top_logprobs"),
+    ],
+)
+def test_bad_requests_are_refused_by_field(change, message):
+    core = EngineCore(tiny_model(), options())
+    with pytest.raises(EngineError, match=message) as caught:
+        core.preparer.sequence(Request(**({"token_ids": (5,), "max_tokens": 4} | change)), print)
+    assert caught.value.kind == "invalid"
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"max_active": 0},
+        {"max_active": 17},
+        {"context": 1},
+        {"pool_tokens": 1},
+        {"prefill_chunk": 0},
+    ],
+)
+def test_bad_options_are_refused_by_name(change):
+    with pytest.raises(ValueError, match=next(iter(change))):
+        EngineCore(tiny_model(), options(**change))
+
+
+# ---------------------------------------------------------------------- what a request asks for
+
+
+def test_log_probabilities_are_those_of_the_logits():
+    ids = recorded("tiny_runs")["b13.input_ids"].tolist()
+    run = Run(bounded=False)
+    number = run.add(request(ids, 3, top_logprobs=5))
+    beside = run.add(request(prompt(1, 20), 3))
+    run.finish()
+    first = next(e for e in run.events[number] if isinstance(e, Token))
+    logits = recorded("tiny_runs")["b13.prefill_logits"][-1].astype(np.float64)
+    wanted = logits - np.log(np.exp(logits - logits.max()).sum()) - logits.max()
+    best = np.argsort(-wanted, kind="stable")[:5]
+    assert [i for i, _ in first.logprobs.top] == best.tolist()
+    np.testing.assert_allclose([p for _, p in first.logprobs.top], wanted[best], atol=0.05)
+    assert first.logprobs.logprob == first.logprobs.top[0][1]
+    assert all(e.logprobs is None for e in run.events[beside] if isinstance(e, Token))
+
+
+def test_stop_tokens_end_and_the_end_token_can_be_ignored():
+    wanted = alone(MIXED[0])
+    run = Run()
+    stop = wanted[6]
+    number = run.add(request(MIXED[0].token_ids, 12, stop_token_ids=(stop,)))
+    run.finish()
+    assert run.tokens(number) == wanted[: wanted.index(stop) + 1]
+    assert run.last(number).reason == "stop"
+
+
+def test_usage_adds_up():
+    run = Run()
+    numbers = [run.add(r) for r in MIXED]
+    run.finish()
+    counters = run.core.counters
+    assert counters.prompt_tokens == sum(len(r.token_ids) for r in MIXED)
+    assert counters.emitted_tokens == sum(len(run.tokens(n)) for n in numbers)
+    for n, r in zip(numbers, MIXED, strict=True):
+        last = run.last(n)
+        assert last.prompt_tokens == len(r.token_ids)
+        assert last.completion_tokens == len(run.tokens(n))
+        assert 0 <= last.accepted <= last.drafted

@@ -1,0 +1,145 @@
+"""The engine's face: threads, asyncio, limits, faults, and nothing growing after readiness."""
+
+import asyncio
+import threading
+import time
+
+import jax
+import pytest
+from engine_runs import alone, options, prompt, request
+from oracle import tiny_model
+
+from ds41jax.cache.radix import Reuse
+from ds41jax.engine.engine import Engine
+from ds41jax.engine.request import EngineError, Failed, Finished, Token
+
+
+@pytest.fixture(scope="module")
+def engine():
+    made = Engine(tiny_model(), options(reuse=Reuse.EXACT, warm_up=True))
+    yield made
+    made.close()
+
+
+def tokens(events):
+    return [e.token_id for e in events if isinstance(e, Token)]
+
+
+def test_nothing_compiles_or_grows_after_readiness(engine):
+    live = sum(x.nbytes for x in jax.live_arrays())
+    requests = [request(prompt(i % 3, 5 + 7 * i), 6, seed=i % 2 or None) for i in range(8)]
+    handles = [engine.submit(r) for r in requests]
+    assert [tokens(h) for h in handles] == [alone(r) for r in requests]
+    repeated = [engine.submit(r) for r in requests]
+    assert [tokens(h) for h in repeated] == [alone(r) for r in requests]
+    stats = engine.stats()
+    assert stats.active == stats.waiting == 0 and stats.healthy
+    assert sum(x.nbytes for x in jax.live_arrays()) <= live
+
+
+def test_ready_engines_compile_nothing():
+    """In a fresh process, so that other tests' programs cannot hide a missing one."""
+    import subprocess
+    import sys
+    from pathlib import Path
+
+    script = """
+import sys
+sys.path.insert(0, sys.argv[1])
+import conftest
+from engine_runs import options, prompt, request
+from oracle import tiny_model
+from ds41jax.cache.radix import Reuse
+from ds41jax.engine.engine import Engine
+with Engine(tiny_model(), options(reuse=Reuse.EXACT, warm_up=True)) as engine:
+    for _ in range(2):
+        made = [request(prompt(i % 3, 5 + 9 * i), 6, seed=i % 2 or None, top_logprobs=i)
+                for i in range(8)]
+        for handle in [engine.submit(r) for r in made]:
+            list(handle)
+    print(engine.stats().compiled_after_ready)
+"""
+    tests = Path(__file__).parent
+    result = subprocess.run(
+        [sys.executable, "-c", script, str(tests)], capture_output=True, text=True, cwd=tests
+    )
+    assert result.stdout.strip() == "0", result.stderr[-2000:]
+
+
+def test_asyncio_reads_many_at_once(engine):
+    requests = [request(prompt(20 + i, 12), 5) for i in range(4)]
+
+    async def read(r):
+        return [event async for event in engine.submit(r)]
+
+    async def together():
+        return await asyncio.gather(*map(read, requests))
+
+    assert [tokens(events) for events in asyncio.run(together())] == [alone(r) for r in requests]
+
+
+def test_leaving_early_cancels(engine):
+    async def leave():
+        async for event in engine.submit(request(prompt(30, 9), 200)):
+            if isinstance(event, Token):
+                break
+
+    asyncio.run(leave())
+    for event in engine.submit(request(prompt(31, 9), 200)):
+        if isinstance(event, Token):
+            break
+    deadline = time.monotonic() + 60
+    while engine.stats().active and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert engine.stats().totals["finished"]["cancelled"] >= 2
+
+
+def test_the_queue_is_bounded():
+    with Engine(tiny_model(), options(max_queue=2)) as engine:
+        handles = []
+        with pytest.raises(EngineError) as caught:
+            for i in range(50):
+                handles.append(engine.submit(request(prompt(i, 60), 100)))
+        assert caught.value.kind == "queue_full"
+        assert 2 <= len(handles) <= 4 + 2 + 1
+        for handle in handles:
+            handle.cancel()
+        assert all(isinstance(list(h)[-1], Finished) for h in handles)
+
+
+def test_draining_lets_running_requests_finish():
+    with Engine(tiny_model(), options()) as engine:
+        handle = engine.submit(request(prompt(1, 20), 12))
+        done = threading.Thread(target=engine.drain)
+        done.start()
+        while not engine.stats().draining:
+            time.sleep(0.001)
+        with pytest.raises(EngineError) as caught:
+            engine.submit(request(prompt(2, 5), 2))
+        assert caught.value.kind == "draining"
+        assert tokens(handle) == alone(request(prompt(1, 20), 12))
+        done.join()
+
+
+def test_closing_fails_what_is_left():
+    engine = Engine(tiny_model(), options())
+    handle = engine.submit(request(prompt(1, 20), 400))
+    engine.close()
+    last = list(handle)[-1]
+    assert isinstance(last, Failed) and last.error.kind == "closed"
+    with pytest.raises(EngineError, match="stopped"):
+        engine.submit(request(prompt(1, 5), 1))
+    assert not engine.healthy
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_dead_loop_is_unhealthy_and_tells_everybody(monkeypatch):
+    engine = Engine(tiny_model(), options())
+    monkeypatch.setattr(engine._core, "_decode", lambda: 1 / 0)
+    handle = engine.submit(request(prompt(1, 20), 5))
+    last = list(handle)[-1]
+    assert isinstance(last, Failed) and last.error.kind == "internal"
+    engine._thread.join()
+    assert not engine.healthy and not engine.stats().healthy
+    with pytest.raises(EngineError):
+        engine.submit(request(prompt(1, 5), 1))
