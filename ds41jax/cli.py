@@ -6,6 +6,7 @@ from pathlib import Path
 
 import jax
 
+from ds41jax import plan_command
 from ds41jax.cache_folder import cache_folder
 from ds41jax.checkpoint import make_command
 from ds41jax.engine.generate import GenerateOptions, Progress, stream_text
@@ -43,6 +44,9 @@ def _parser() -> argparse.ArgumentParser:
     make = commands.add_parser("make-checkpoint", help="write a checkpoint with random weights")
     make_command.add_arguments(make)
     make.set_defaults(run=make_command.run)
+    plan = commands.add_parser("plan", help="what would lie where in device memory")
+    plan_command.add_arguments(plan)
+    plan.set_defaults(run=plan_command.run)
     return parser
 
 

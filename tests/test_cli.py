@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from paths import GOLDEN
+from paths import GOLDEN, ROOT
 
 from ds41jax.cli import main
 from ds41jax.engine import default_model
@@ -68,3 +68,14 @@ def test_the_default_checkpoint_is_made_once_and_named(tmp_path, monkeypatch, ca
     first, second = default_model.default_model_path(), default_model.default_model_path()
     assert first == second and len(made) == 1 and tmp_path in first.parents
     assert "random weights" in capsys.readouterr().err
+
+
+def test_plan_prints_a_table_or_what_is_missing(capsys):
+    config = str(ROOT / "configs" / "deepseek-v4.1-flash.json")
+    assert main(["plan", config, "--device", "96GiB"]) == 0
+    table = capsys.readouterr().out
+    assert "page pool" in table and "routed experts" in table
+    assert main(["plan", config, "--device", "8GiB"]) == 1
+    assert "ds41jax plan: " in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main(["plan", config, "--device", "many"])
