@@ -16,7 +16,7 @@ RETRY_AFTER_SECONDS = 1
 _STATUS = {
     "invalid": 400,
     "queue_full": 429,
-    "capacity": 503,
+    "capacity": 400,  # larger than the whole cache, so that it never fits
     "draining": 503,
     "closed": 503,
     "internal": 500,

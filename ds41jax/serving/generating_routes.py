@@ -109,7 +109,7 @@ async def _exchange(request: HttpRequest, read: Read, make_reply: MakeReply) -> 
         prepared = await prepare(server, incoming, len(raw))
         reply = make_reply(prepared, incoming, model, body)
         route = request.url.path
-        return Generation(server, prepared, reply.generator, route), reply, incoming.settings.stream
+        return Generation(server, prepared, reply, route), reply, incoming.settings.stream
 
     return Exchange(begin, envelope_of(request.url.path))
 

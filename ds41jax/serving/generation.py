@@ -15,19 +15,21 @@ from ds41jax.serving.answer_format import complaint
 from ds41jax.serving.errors import ApiError, from_engine
 from ds41jax.serving.output import OutputParser
 from ds41jax.serving.preparation import Prepared
+from ds41jax.serving.replies import Reply
 from ds41jax.serving.server import Handle, Server
 
 
 class Generation:
     """A request being answered."""
 
-    def __init__(self, server: Server, prepared: Prepared, generator: Any, route: str):
-        """generator: deepseek-recipe's, of the protocol of the answer."""
+    def __init__(self, server: Server, prepared: Prepared, reply: Reply, route: str):
         self._server = server
         self._prepared = prepared
         self._route = route
         eos = server.config.eos_token_id
-        self._parser = OutputParser(server.tokenizer, server.decoder, prepared.plan, generator, eos)
+        self._parser = OutputParser(
+            server.tokenizer, server.decoder, prepared.plan, reply.generator, eos, reply.counts
+        )
         self._handle: Handle | None = None
         self._events: AsyncIterator[Event] | None = None
         self._watched: Watched | None = None

@@ -10,7 +10,8 @@ from typing import Any
 import deepseek_recipe as recipe
 
 from ds41jax.engine.request import TokenLogprobs
-from ds41jax.serving.tool_markup import OutputToken, ToolMarkupFilter
+from ds41jax.serving.tool_markup import DSML, OutputToken, ToolMarkupFilter
+from ds41jax.serving.usage import TokenCounts
 from ds41jax.tokenizer import Tokenizer
 
 STAGES = (
@@ -64,11 +65,23 @@ class OutputParser:
         plan: ParsePlan,
         generator: Any,
         eos: int,
+        counts: TokenCounts,
     ):
-        """decoder: deepseek-recipe's copy of the tokenizer; generator: what makes its chunks."""
+        """A parser that keeps the counts.
+
+        Args:
+          decoder: deepseek-recipe's copy of the tokenizer.
+          generator: what makes its chunks.
+        """
         self._processor = recipe.StreamProcessor(generator, plan.options(), decoder)
         self._filter = ToolMarkupFilter(tokenizer) if plan.tools else None
         self._eos = eos
+        self._counts = counts
+        self._reasoning = plan.start.startswith("reasoning")
+        ends = ["</think>", DSML] if plan.tools else ["</think>"]
+        self._reasoning_ends = (
+            {tokenizer.special_id(word) for word in ends} if self._reasoning else ()
+        )
 
     @property
     def finished(self) -> bool:
@@ -85,8 +98,11 @@ class OutputParser:
 
     def push(self, token_id: int, logprobs: TokenLogprobs | None = None) -> list[Any]:
         """The chunks that a token adds. The end token is counted but is no text."""
+        self._counts.completion += 1
         if token_id == self._eos:
-            return self._processor.push(recipe.InferenceChunk.text("", 1))
+            return []
+        self._reasoning = self._reasoning and token_id not in self._reasoning_ends
+        self._counts.reasoning += self._reasoning
         pair = None if logprobs is None else (logprobs.logprob, logprobs.top)
         token = OutputToken(token_id, pair)
         return self._parsed(self._filter.push(token) if self._filter else [token], pair is not None)

@@ -11,15 +11,19 @@ from ds41jax.serving.errors import ApiError
 from ds41jax.serving.incoming import Incoming
 from ds41jax.serving.preparation import Prepared
 from ds41jax.serving.responses_request import echo_of, namespaces_of
+from ds41jax.serving.usage import TokenCounts
 
 _encode = msgspec.json.encode
-_EMPTY_DELTAS = ('"text":""}}', '"thinking":""}}')
 
 
 class Reply(Protocol):
-    """An answer in the making: `generator` makes its chunks, which become frames or a body."""
+    """An answer in the making: `generator` makes its chunks, which become frames or a body.
+
+    `counts` are kept by whoever reads the output.
+    """
 
     generator: Any
+    counts: TokenCounts
 
     def frames(self, chunk: Any) -> bytes:
         """What a stream sends for a chunk."""
@@ -51,6 +55,7 @@ class ChatReply:
     """Chat Completions: every delta carries one thing only."""
 
     def __init__(self, prepared: Prepared, incoming: Incoming, model: str):
+        self.counts = TokenCounts()
         self._id = new_id("chatcmpl-")
         self._created = int(time.time())
         self._usage = incoming.settings.include_usage
@@ -63,15 +68,14 @@ class ChatReply:
         data = msgspec.json.decode(chunk.to_json())
         data["created"] = self._created
         usage = data.pop("usage", None)
-        choice = data["choices"][0]
-        choice["delta"] = _single_purpose(choice["delta"])
-        if not choice["delta"] and not choice["logprobs"] and not choice["finish_reason"]:
-            return b""  # the end token, which is counted but says nothing
+        for choice in data["choices"]:
+            choice["delta"] = _single_purpose(choice["delta"])
         if not self._usage:
             return _frame(_encode(data))
         out = _frame(_encode({**data, "usage": None}))
         if usage is not None:
-            out += _frame(_encode({**data, "choices": [], "usage": usage}))
+            last = {**data, "choices": [], "usage": self.counts.into_chat(usage)}
+            out += _frame(_encode(last))
         return out
 
     def add(self, chunk: Any) -> None:
@@ -88,7 +92,7 @@ class ChatReply:
                 call.pop("index", None)
             if calls or (not message["content"] and "reasoning_content" in message):
                 message["content"] = message["content"] or None
-        return _encode(data)
+        return _encode({**data, "usage": self.counts.into_chat(data["usage"])})
 
     def done(self) -> bytes:
         return b"data: [DONE]\n\n"
@@ -107,6 +111,7 @@ class CompletionReply:
     """Plain completions, made from chat chunks whose content is the text."""
 
     def __init__(self, incoming: Incoming, model: str):
+        self.counts = TokenCounts()
         self._usage_wanted = incoming.settings.include_usage
         self._logprobs = incoming.settings.top_logprobs is not None
         self._head: dict[str, Any] = {
@@ -133,8 +138,8 @@ class CompletionReply:
         if text or tokens or finish:
             out += _frame(_encode(self._object(text, tokens, finish)))
         if usage is not None and self._usage_wanted:
-            last = {**self._object("", [], None), "choices": [], "usage": usage}
-            out += _frame(_encode(last))
+            last = {**self._object("", [], None), "choices": []}
+            out += _frame(_encode({**last, "usage": self.counts.into_chat(usage)}))
         return out
 
     def add(self, chunk: Any) -> None:
@@ -145,7 +150,7 @@ class CompletionReply:
 
     def body(self) -> bytes:
         whole = self._object("".join(self._text), self._tokens, self._finish)
-        return _encode({**whole, "usage": self._usage})
+        return _encode({**whole, "usage": self.counts.into_chat(self._usage or {})})
 
     def done(self) -> bytes:
         return b"data: [DONE]\n\n"
@@ -188,20 +193,23 @@ class MessagesReply:
     def __init__(self, prepared: Prepared, model: str):
         assert prepared.prompt is not None
         id = new_id("msg_")
+        self.counts = TokenCounts()
         self._whole = recipe.MessagesResponse(id, model, int(time.time()), 0, 0)
         self.generator = recipe.MessagesChunkGenerator(id, model, prepared.prompt.thinking)
 
     def frames(self, chunk: Any) -> bytes:
-        name, data = recipe.MessagesResponse.sse_event_name(chunk), chunk.to_json()
-        if name == "content_block_delta" and data.endswith(_EMPTY_DELTAS):
-            return b""  # the end token, which is counted but says nothing
-        return _frame(data.encode(), name)
+        name, data = recipe.MessagesResponse.sse_event_name(chunk), chunk.to_json().encode()
+        if name == "message_delta":
+            fields = msgspec.json.decode(data)
+            data = _encode({**fields, "usage": self.counts.into_messages(fields["usage"])})
+        return _frame(data, name)
 
     def add(self, chunk: Any) -> None:
         self._whole.accumulate(chunk)
 
     def body(self) -> bytes:
-        return self._whole.to_json().encode()
+        data = msgspec.json.decode(self._whole.to_json())
+        return _encode({**data, "usage": self.counts.into_messages(data["usage"])})
 
     def done(self) -> bytes:
         return b""
@@ -216,6 +224,7 @@ class ResponsesReply:
     def __init__(self, prepared: Prepared, incoming: Incoming, model: str, body: dict[str, Any]):
         assert prepared.prompt is not None and incoming.conversation is not None
         id = new_id("resp_")
+        self.counts = TokenCounts()
         self._whole = recipe.ResponsesResponse(id, model, int(time.time()), 0, 0)
         make = recipe.ResponsesRequest.chunk_generator
         generator = make(prepared.prompt.converted, id, model).with_echo(echo_of(body))
@@ -223,14 +232,21 @@ class ResponsesReply:
         self.generator = generator.with_namespace_tool_map(names) if names else generator
 
     def frames(self, chunk: Any) -> bytes:
-        name = recipe.ResponsesResponse.sse_event_name(chunk)
-        return _frame(chunk.to_json().encode(), name)
+        name, data = recipe.ResponsesResponse.sse_event_name(chunk), chunk.to_json().encode()
+        if name in ("response.completed", "response.incomplete"):
+            fields = msgspec.json.decode(data)
+            fields["response"] = self._counted(fields["response"])
+            data = _encode(fields)
+        return _frame(data, name)
 
     def add(self, chunk: Any) -> None:
         self._whole.accumulate(chunk)
 
     def body(self) -> bytes:
-        return self._whole.to_json().encode()
+        return _encode(self._counted(msgspec.json.decode(self._whole.to_json())))
+
+    def _counted(self, response: dict[str, Any]) -> dict[str, Any]:
+        return {**response, "usage": self.counts.into_responses(response["usage"])}
 
     def done(self) -> bytes:
         return b""

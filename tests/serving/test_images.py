@@ -94,7 +94,7 @@ def test_messages_image(client: httpx.Client, engine: FakeEngine) -> None:
 
 def bomb() -> bytes:
     out = io.BytesIO()
-    Image.new("1", (10_000, 10_000)).save(out, "PNG")
+    Image.new("1", (9_000, 9_000)).save(out, "PNG")
     return out.getvalue()
 
 

@@ -110,7 +110,7 @@ def failing(tokenizer: Tokenizer, text: str, error: EngineError) -> Script:
 
 @pytest.mark.parametrize(
     ("kind", "status"),
-    [("invalid", 400), ("capacity", 503), ("draining", 503), ("closed", 503), ("internal", 500)],
+    [("invalid", 400), ("capacity", 400), ("draining", 503), ("closed", 503), ("internal", 500)],
 )
 def test_engine_refuses(official: Tokenizer, kind: str, status: int) -> None:
     engine = FakeEngine(official, script_of(official, "x"))

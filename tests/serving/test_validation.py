@@ -180,6 +180,7 @@ def test_metrics_and_stats(client: httpx.Client) -> None:
     client.post(CHAT, json=BODY)
     stats = client.get("/v1/stats").json()
     assert stats["totals"]["requests_admitted"] == stats["totals"]["requests_retired"]
+    assert stats["engine"]["finished"] == {"stop": 2}
     text = client.get("/metrics").text
     assert 'ds41jax_engine_accepted_by_position{index="1"} 3.0' in text
     assert "ds41jax_totals_output_tokens_total" in text
