@@ -14,29 +14,35 @@ import jax.numpy as jnp
 from ds41jax.formats import Format, QuantizedArray
 
 
-def device_seconds(run: Callable[[int], Any], repeats: int, rounds: int = 5) -> float:
+def device_seconds(
+    run: Callable[..., Any], args: Sequence[Any], repeats: int, turns: int = 1, rounds: int = 5
+) -> float:
     """Median seconds of one of `repeats` calls that one compiled program holds.
 
     Args:
-      run: builds call i; calls must differ (other weights, other rows), else XLA merges them and
-        the cache serves them.
+      run: builds call i of (i, *args). Calls must differ (other weights, other rows), else XLA
+        merges them, and their data must exceed the cache together: i is i + repeats * turn, traced.
+      args: arrays; captured ones would become constants of the program.
       repeats: calls a program.
-      rounds: programs timed, each queued twice so that dispatch hides behind the device.
+      turns: programs queued one after the other, with different i.
+      rounds: times that those are timed.
     """
-    program = jax.jit(lambda: [run(i) for i in range(repeats)]).lower().compile()
-    return compiled_seconds(program, (), rounds) / repeats
+    program = jax.jit(lambda turn, *args: [run(turn * repeats + i, *args) for i in range(repeats)])
+    inputs = [(jnp.int32(turn), *args) for turn in range(turns)]
+    compiled = program.lower(*inputs[0]).compile()
+    return compiled_seconds(compiled, inputs, rounds) / repeats
 
 
-def compiled_seconds(program: Any, args: Sequence[Any], rounds: int = 5) -> float:
-    """Median seconds of a compiled program, queued several times in a row."""
-    jax.block_until_ready(program(*args))
+def compiled_seconds(program: Any, inputs: Sequence[Sequence[Any]], rounds: int = 5) -> float:
+    """Median seconds of a compiled program, queued several times so that dispatch is hidden."""
+    jax.block_until_ready([program(*args) for args in inputs])
     times = []
     for _ in range(rounds):
         start = time.perf_counter()
         for _ in range(3):
-            out = program(*args)
+            out = [program(*args) for args in inputs]
         jax.block_until_ready(out)
-        times.append((time.perf_counter() - start) / 3)
+        times.append((time.perf_counter() - start) / (3 * len(inputs)))
     return statistics.median(times)
 
 
@@ -44,13 +50,14 @@ def copy_bandwidth(gigabytes: int = 4) -> float:
     """Bytes a second that a large copy reads and writes."""
     x = jax.random.bits(jax.random.key(0), (gigabytes << 28,), jnp.uint32)
     copy = jax.jit(lambda x: x ^ jnp.uint32(1)).lower(x).compile()
-    return 2 * x.nbytes / compiled_seconds(copy, (x,))
+    return 2 * x.nbytes / compiled_seconds(copy, [(x,)])
 
 
 def matmul_rate(n: int = 8192) -> float:
     """FLOP/s of a large bfloat16 product."""
     a, b = jax.random.normal(jax.random.key(0), (2, n, n), jnp.bfloat16)
-    return 2 * n**3 / compiled_seconds(jax.jit(jnp.matmul).lower(a, b).compile(), (a, b))
+    product = jax.jit(jnp.matmul).lower(a, b).compile()
+    return 2 * n**3 / compiled_seconds(product, [(a, b)])
 
 
 def random_weight(seed: int, shape: tuple[int, ...], format: Format) -> QuantizedArray:

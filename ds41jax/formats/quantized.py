@@ -156,7 +156,16 @@ def _groups(x: Array, group: int) -> Array:
 
 
 def _e4m3(x: Array) -> Array:
-    return x.astype(jnp.float8_e4m3fn if isinstance(x, jax.Array) else E4M3)
+    """E4M3 codes of float32 values within +-448.
+
+    jax values are rounded by arithmetic first: XLA may drop a pair of conversions there and back
+    (it allows itself excess precision), but not this.
+    """
+    if not isinstance(x, jax.Array):
+        return x.astype(E4M3)
+    normal = lax.reduce_precision(x, exponent_bits=8, mantissa_bits=3)
+    subnormal = jnp.round(x * 512) * np.float32(1 / 512)
+    return jnp.where(jnp.abs(x) < 2.0**-6, subnormal, normal).astype(jnp.float8_e4m3fn)
 
 
 def _clip(x: Array, limit: float) -> Array:

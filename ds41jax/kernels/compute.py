@@ -11,9 +11,21 @@ from ds41jax.formats import Format, Numerics, QuantizedArray
 
 
 class Kernels(enum.Enum):
-    """Which implementation of the operations runs. JNP is their definition and runs everywhere."""
+    """Which implementation of the operations runs. JNP is their definition and runs everywhere.
+
+    PALLAS is for GPUs; INTERPRET runs the same kernels in JAX's interpreter, for tests.
+    """
 
     JNP = "jnp"
+    PALLAS = "pallas"
+    INTERPRET = "interpret"
+
+
+class Phase(enum.Enum):
+    """What a step's rows are for; it may choose between kernels, the number of rows never does."""
+
+    DECODE = "decode"
+    PREFILL = "prefill"
 
 
 @dataclass(frozen=True)
@@ -22,6 +34,12 @@ class Compute:
 
     numerics: Numerics = Numerics.REFERENCE
     kernels: Kernels = Kernels.JNP
+    phase: Phase = Phase.DECODE
+
+    @property
+    def on_gpu(self) -> bool:
+        """Whether the operations run as Pallas kernels."""
+        return self.kernels is not Kernels.JNP
 
     @property
     def dtype(self) -> jnp.dtype:

@@ -1,21 +1,59 @@
 """Routed experts: MXFP4 gate, up and down products of the rows that chose each expert.
 
 The definition takes one (row, expert) pair at a time, so a pair's result cannot depend on the
-others.
+others. The kernels take blocks of up to BLOCK_ROWS pairs of one expert: weights are the first
+operand of the matrix unit and the pairs its columns, which never mix, so neither can there.
 
-Letters: T rows, D hidden size, F expert width, E experts, K experts a row.
+Decoding is bound by the experts' bytes and by the instructions that decode them, about four for
+every two codes. Sums are split so that even one row's six experts fill the card.
+
+Letters: T rows, D hidden size, F expert width, E experts, K experts a row, P = T * K pairs.
 """
 
 import dataclasses
+import functools
+import math
+from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton
 
-from ds41jax.formats import QuantizedArray, values
+from ds41jax.formats import Format, QuantizedArray, values
+from ds41jax.formats.quantized import decode_e8m0, power_of_two_exponent
+from ds41jax.kernels import gpu
 from ds41jax.kernels.compute import Compute
 from ds41jax.kernels.linear import quantized_linear
 from ds41jax.kernels.rows import map_rows
+
+BLOCK_ROWS = 16  # pairs of one expert that share its weights; the matrix unit's narrowest
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """Static sizes of a product: outputs a program, lanes (of 4 codes) a step, parts of the sum."""
+
+    outputs: int
+    lanes: int
+    splits: int
+    warps: int
+    stages: int
+
+    def fitted(self, n: int, k: int) -> "Tiles":
+        """The same, no larger than a matrix [n, k] divides into."""
+        lanes = min(self.lanes, (k // 4) & -(k // 4))
+        splits = math.gcd(self.splits, k // 4 // lanes)
+        return dataclasses.replace(
+            self, outputs=min(self.outputs, n & -n), lanes=lanes, splits=splits
+        )
+
+
+UP = Tiles(outputs=64, lanes=64, splits=2, warps=4, stages=3)
+DOWN = Tiles(outputs=64, lanes=64, splits=1, warps=4, stages=3)
+ACTIVATION_COLUMNS = 256
 
 
 def swiglu(gate: jax.Array, up: jax.Array, limit: float) -> jax.Array:
@@ -65,6 +103,8 @@ def routed_experts(
     Returns:
       [T, D] float32.
     """
+    if compute.on_gpu:
+        return _routed_on_gpu(x, expert_ids, weights, matrices, limit, compute)
     rows, choices = expert_ids.shape
 
     def pair(x: jax.Array, expert: jax.Array, weight: jax.Array) -> jax.Array:
@@ -93,3 +133,198 @@ def _expert(stack: QuantizedArray, expert: jax.Array) -> QuantizedArray:
     return dataclasses.replace(
         stack, codes=stack.codes[layer, expert], scales=stack.scales[layer, expert], layer=None
     )
+
+
+def expert_floor(rows: int, experts: int, d: int, f: int) -> tuple[int, int]:
+    """(bytes, FLOPs) of pairs `rows` on `experts` distinct experts: weights dominate the bytes."""
+    weights = experts * 3 * d * f * 17 // 32
+    return weights + rows * (3 * d + 2 * f) * 2, rows * 6 * d * f
+
+
+def _routed_on_gpu(
+    x: jax.Array,
+    expert_ids: jax.Array,
+    weights: jax.Array,
+    matrices: tuple[QuantizedArray, QuantizedArray, QuantizedArray],
+    limit: float,
+    compute: Compute,
+) -> jax.Array:
+    rows, choices = expert_ids.shape
+    w1, w2, w3 = matrices
+    plan = block_plan(expert_ids.reshape(-1), compute)
+    x = gpu.planes(compute.fake_quantize(x, Format.FP8_GROUP).astype(jnp.bfloat16), 4)
+    parts = _expert_matmul(x, plan, (w1, w3), choices, UP, compute)
+    hidden = _activate(parts, weights.reshape(-1), limit, compute)
+    (outputs,) = _expert_matmul(hidden, plan, (w2,), 1, DOWN, compute)
+    each = compute.round(gpu.add_parts(outputs)).reshape(rows, choices, -1)
+    total = each[:, 0].astype(jnp.float32)
+    for k in range(1, choices):
+        total = total + each[:, k].astype(jnp.float32)
+    return total
+
+
+def block_plan(expert_ids: jax.Array, compute: Compute) -> tuple[jax.Array, jax.Array]:
+    """Groups pairs by expert, in the pairs' order.
+
+    Block p exists if pair p is the first, the 17th, ... of its expert: no sort, no atomics, and a
+    program that finds no block ends at once.
+
+    Args:
+      expert_ids: [P] int32.
+
+    Returns:
+      The expert of each block [P], -1 where there is none, and its pairs [P, BLOCK_ROWS], P where
+      there is none.
+    """
+    pairs = expert_ids.shape[0]
+    width = max(16, pl.next_power_of_2(pairs))
+    shapes = (
+        jax.ShapeDtypeStruct((pairs,), jnp.int32),
+        jax.ShapeDtypeStruct((pairs, BLOCK_ROWS), jnp.int32),
+    )
+    kernel = functools.partial(_plan_kernel, pairs=pairs, width=width)
+    return tuple(gpu.call(kernel, compute, (pairs,), shapes, name="expert_plan")(expert_ids))
+
+
+def _plan_kernel(ids_ref: Any, expert_ref: Any, rows_ref: Any, *, pairs: int, width: int) -> None:
+    pair = pl.program_id(0)
+    lane = jnp.arange(width)
+    ids = triton.load(ids_ref.at[lane], mask=lane < pairs, other=-1)
+    expert = ids_ref[pair]
+    same = ids == expert
+    rank = jnp.sum((same & (lane < pair)).astype(jnp.int32))
+    leads = (rank % BLOCK_ROWS == 0) & (expert >= 0)
+    expert_ref[pair] = jnp.where(leads, expert, -1)
+    order = jnp.cumsum(same.astype(jnp.int32)) - 1 - rank
+    place = jnp.arange(BLOCK_ROWS)[:, None] == order[None, :]
+    mine = place & same[None, :]
+    rows_ref[pair, :] = jnp.min(jnp.where(mine, lane[None, :], pairs), axis=1)
+
+
+def _expert_matmul(
+    x: jax.Array,
+    plan: tuple[jax.Array, jax.Array],
+    matrices: tuple[QuantizedArray, ...],
+    choices: int,
+    tiles: Tiles,
+    compute: Compute,
+) -> tuple[jax.Array, ...]:
+    """Products of every pair with its expert's matrices [E, N, K], of equal shape.
+
+    Args:
+      x: [rows, 4, K / 4] planes of the inputs, row p // choices for pair p.
+
+    Returns:
+      For each matrix the parts of its sums, [splits, P, N] float32.
+    """
+    pairs = plan[0].shape[0]
+    n, k = matrices[0].shape[-2:]
+    tiles = tiles.fitted(n, k)
+    stacks = [gpu.stack(w) for w in matrices]
+    kernel = functools.partial(
+        _matmul_kernel, choices=choices, steps=k // 4 // tiles.lanes, tiles=tiles, compute=compute
+    )
+    out = jax.ShapeDtypeStruct((tiles.splits, pairs, n), jnp.float32)
+    grid = (n // tiles.outputs, tiles.splits, pairs)
+    run = gpu.call(
+        kernel,
+        compute,
+        grid,
+        (out,) * len(matrices),
+        warps=tiles.warps,
+        stages=tiles.stages,
+        name="expert_up" if len(matrices) == 2 else "expert_down",
+    )
+    weights = [a for _, codes, scales in stacks for a in (codes, scales)]
+    return tuple(run(stacks[0][0], *plan, x, *weights))
+
+
+def _matmul_kernel(
+    layer_ref: Any,
+    expert_ref: Any,  # [P]
+    rows_ref: Any,  # [P, BLOCK_ROWS]
+    x_ref: Any,  # [rows, 4, K / 4]
+    *refs: Any,  # codes [L, E, N, K / 4] and scales [L, E, N, K / 32] of each matrix; parts
+    choices: int,
+    steps: int,
+    tiles: Tiles,
+    compute: Compute,
+) -> None:
+    count = len(refs) // 3
+    weight_refs, out_refs = refs[: 2 * count], refs[2 * count :]
+    first, split = pl.program_id(0) * tiles.outputs, pl.program_id(1)
+    block = pl.program_id(2)
+    expert = expert_ref[block]
+
+    @pl.when(expert >= 0)
+    def _() -> None:
+        pairs = rows_ref[block, :]
+        live = pairs < out_refs[0].shape[1]
+        rows = jnp.where(live, pairs, 0)[:, None] // choices
+        mask = jnp.broadcast_to(live[:, None], (BLOCK_ROWS, tiles.lanes))
+        outputs = pl.ds(first, tiles.outputs)
+
+        def step(i: Any, sums: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+            i = split * (steps // tiles.splits) + i
+            columns = i * tiles.lanes + jnp.arange(tiles.lanes)[None, :]
+            x = [triton.load(x_ref.at[rows, p, columns], mask=mask, other=0.0) for p in range(4)]
+            totals = []
+            for m, total in enumerate(sums):
+                at = (layer_ref[0], expert, outputs)
+                codes = weight_refs[2 * m][(*at, pl.ds(i * tiles.lanes, tiles.lanes))]
+                groups = tiles.lanes // 8
+                scales = weight_refs[2 * m + 1][(*at, pl.ds(i * groups, groups))]
+                factors = gpu.expand(gpu.e8m0_factor(scales, 126), 8)
+                for p, plane in enumerate(gpu.decode_e2m1_lanes(codes, factors, compute)):
+                    total = total + gpu.dot(plane, x[p].T)
+                totals.append(total)
+            return tuple(totals)
+
+        zero = jnp.zeros((tiles.outputs, BLOCK_ROWS), jnp.float32)
+        sums = lax.fori_loop(0, steps // tiles.splits, step, (zero,) * count)
+        columns = first + jnp.arange(tiles.outputs)[None, :]
+        store = jnp.broadcast_to(live[:, None], (BLOCK_ROWS, tiles.outputs))
+        for ref, total in zip(out_refs, sums, strict=True):
+            target = ref.at[split, pairs[:, None], columns]  # dead pairs lie past the end
+            triton.store(target, (total * 2.0**gpu.SCALE_SHIFT).T, mask=store)
+
+
+def _activate(
+    parts: tuple[jax.Array, ...], routing: jax.Array, limit: float, compute: Compute
+) -> jax.Array:
+    """Parts of gate and up [splits, P, F] to the weighted, FP8-rounded hidden planes."""
+    splits, pairs, f = parts[0].shape
+    width = min(ACTIVATION_COLUMNS, f & -f)
+    kernel = functools.partial(
+        _activate_kernel, splits=splits, width=width, limit=limit, compute=compute
+    )
+    out = jax.ShapeDtypeStruct((pairs, 4, f // 4), jnp.bfloat16)
+    grid = (f // width, pairs)
+    return gpu.call(kernel, compute, grid, out, warps=2, name="expert_act")(*parts, routing)
+
+
+def _activate_kernel(
+    gate_ref: Any,
+    up_ref: Any,
+    routing_ref: Any,
+    out_ref: Any,
+    *,
+    splits: int,
+    width: int,
+    limit: float,
+    compute: Compute,
+) -> None:
+    first, pair = pl.program_id(0) * width, pl.program_id(1)
+
+    def total(ref: Any) -> jax.Array:
+        parts = [ref[split, pair, pl.ds(first, width)] for split in range(splits)]
+        return gpu.rounded(sum(parts[1:], parts[0]), compute)
+
+    hidden = swiglu(total(gate_ref), total(up_ref), limit) * routing_ref[pair]
+    groups = gpu.rounded(hidden, compute).reshape(width // 32, 32)
+    amax = jnp.maximum(jnp.max(jnp.abs(groups), axis=1), 1e-4)
+    scale = decode_e8m0(power_of_two_exponent(amax * jnp.float32(1 / 448)))[:, None]
+    codes = jnp.clip(groups / scale, -448.0, 448.0).astype(jnp.float8_e4m3fn)
+    column = first + jnp.arange(width)
+    exact = (codes.astype(jnp.float32) * scale).reshape(width).astype(jnp.bfloat16)
+    triton.store(out_ref.at[pair, column % 4, column // 4], exact)

@@ -3,14 +3,41 @@
 Weights are [out, in]; products accumulate in float32. The official FP8 product adds float32 partial
 sums of 32-wide blocks in K order; codes times power-of-two scales are exact in float32, so only the
 order of the same sum differs here.
+
+The kernel: TILE outputs a program, weights as the first operand of the matrix unit, rows as its
+columns, which never mix. The width of a row tile may therefore follow the number of rows without
+changing a bit of any of them; the split of the sum over the inputs must not, and follows the
+matrix's shape alone.
+
+Letters: T rows, N outputs, K inputs, G groups of a block-diagonal matrix.
 """
+
+import functools
+from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton
 
-from ds41jax.formats import Format
+from ds41jax.formats import Format, QuantizedArray
+from ds41jax.formats.numerics import values
+from ds41jax.kernels import gpu
 from ds41jax.kernels.compute import Compute
+
+TILE = 64  # outputs a program
+STEP = 128  # inputs a step
+ROW_TILES = (16, 32, 64)
+PROGRAMS = 264  # two for each multiprocessor of the largest card: a sum is split until there are
+
+Weight = Any  # QuantizedArray, jax.Array, or values of a quantised one on the jnp path
+
+
+def operand(weight: Weight, compute: Compute) -> Weight:
+    """A weight as the products below want it: kernels read quantised ones in place."""
+    return weight if compute.on_gpu else values(weight)
 
 
 def dot(x: jax.Array, w: jax.Array) -> jax.Array:
@@ -24,23 +51,157 @@ def dot(x: jax.Array, w: jax.Array) -> jax.Array:
     )
 
 
+def project(x: jax.Array, w: jax.Array, compute: Compute) -> jax.Array:
+    """`dot` of rows x [T, in] with an unquantised weight. On a GPU `x` must fit bfloat16."""
+    return matmul(x[:, None], w, compute) if compute.on_gpu else dot(x, w)
+
+
 def linear(x: jax.Array, w: jax.Array, compute: Compute) -> jax.Array:
-    """A product with an unquantised weight, rounded once. x [..., in], w [out, in]."""
-    return compute.round(dot(x, w))
+    """A product with an unquantised weight, rounded once. x [T, in], w [out, in]."""
+    return compute.round(project(x, w, compute))
 
 
-def quantized_linear(x: jax.Array, w: jax.Array, compute: Compute) -> jax.Array:
-    """A product with a quantised weight, given as its values; the input is quantised to FP8."""
-    return compute.round(dot(compute.fake_quantize(x, Format.FP8_GROUP), w))
+def quantized_linear(x: jax.Array, w: Weight, compute: Compute) -> jax.Array:
+    """A product with a quantised weight (`operand`); the input [T, in] is quantised to FP8."""
+    x = compute.fake_quantize(x, Format.FP8_GROUP)
+    return compute.round(matmul(x[:, None], w, compute) if compute.on_gpu else dot(x, w))
 
 
-def grouped_linear(x: jax.Array, w: jax.Array, compute: Compute) -> jax.Array:
-    """Block-diagonal product: x [..., G, in] by w [G, out, in] -> [..., G, out]; input as is."""
+def grouped_linear(x: jax.Array, w: Weight, compute: Compute) -> jax.Array:
+    """Block-diagonal product: x [T, G, in] by w [G * out, in] -> [T, G * out]; input as is."""
+    if compute.on_gpu:
+        return compute.round(matmul(x, w, compute))
+    rows, groups, _ = x.shape
     product = jnp.einsum(
-        "...gd,grd->...gr",
+        "tgd,grd->tgr",
         x.astype(jnp.float32),
-        w,
+        w.reshape(groups, -1, w.shape[-1]),
         precision=lax.Precision.HIGHEST,
         preferred_element_type=jnp.float32,
     )
-    return compute.round(product)
+    return compute.round(product).reshape(rows, -1)
+
+
+def linear_floor(
+    rows: int, n: int, k: int, bytes_a_weight: float = 1 + 1 / 1024
+) -> tuple[int, int]:
+    """(bytes, FLOPs) of a product; `k` inputs of each output."""
+    return int(n * k * bytes_a_weight) + rows * 2 * (n + k), 2 * rows * n * k
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """Static numbers of one product."""
+
+    n: int
+    k: int
+    groups: int
+    rows: int
+    quantized: bool
+    wide: bool = False  # float32 weights
+
+    @property
+    def tile(self) -> int:
+        part = self.n // self.groups
+        return min(TILE, part & -part) if self.groups > 1 or self.quantized else TILE
+
+    @property
+    def step(self) -> int:
+        return min(STEP // 2 if self.wide else STEP, self.k & -self.k)
+
+    @property
+    def splits(self) -> int:
+        """Parts of the sum over K: by shape alone, so that no row's order of sums ever changes."""
+        steps, tiles = self.k // self.step, -(-self.n // self.tile)
+        fitting = [s for s in range(1, 17) if steps % s == 0]
+        enough = [s for s in fitting if s * tiles >= PROGRAMS]
+        return enough[0] if enough else fitting[-1]
+
+    @property
+    def row_tile(self) -> int:
+        return next((t for t in ROW_TILES if self.rows <= t), ROW_TILES[-1])
+
+
+def matmul(x: jax.Array, w: Weight, compute: Compute) -> jax.Array:
+    """x [T, G, K], values that fit bfloat16, by w [N, K] -> [T, N] float32, by the kernel.
+
+    Group g of x multiplies the g-th part of the outputs.
+    """
+    rows, groups, k = x.shape
+    x = x.astype(jnp.bfloat16)
+    quantized = isinstance(w, QuantizedArray)
+    wide = not quantized and w.dtype == jnp.float32
+    plan = _Plan(w.shape[-2], k, groups, rows, quantized, wide)
+    if isinstance(w, QuantizedArray):
+        x = gpu.planes(x, 2)
+        weights: tuple[jax.Array, ...] = gpu.stack(w)
+    else:
+        x = x[:, :, None]
+        weights = jnp.zeros(1, jnp.int32), w[None]
+    kernel = functools.partial(_matmul_kernel, plan=plan, compute=compute)
+    grid = (-(-rows // plan.row_tile), -(-plan.n // plan.tile), plan.splits)
+    out = jax.ShapeDtypeStruct((plan.splits, rows, plan.n), jnp.float32)
+    run = gpu.call(kernel, compute, grid, out, warps=4, stages=4, name="matmul")
+    return gpu.add_parts(run(x, *weights))
+
+
+def _matmul_kernel(x_ref: Any, layer_ref: Any, *refs: Any, plan: _Plan, compute: Compute) -> None:
+    *weight_refs, out_ref = refs
+    tile, count = plan.row_tile, 2 if plan.quantized else 1
+    rows = pl.program_id(0) * tile + jnp.arange(tile)
+    first = pl.program_id(1) * plan.tile
+    split = pl.program_id(2)
+    group = first // (plan.n // plan.groups)
+    live = rows < plan.rows
+    safe = jnp.where(live, rows, 0)[:, None]
+    width = plan.step // count
+    mask = jnp.broadcast_to(live[:, None], (tile, width))
+    steps = plan.k // plan.step // plan.splits
+
+    def add(i: Any, total: jax.Array) -> jax.Array:
+        i = split * steps + i
+        columns = i * width + jnp.arange(width)[None, :]
+        x = [
+            triton.load(x_ref.at[safe, group, p, columns], mask=mask, other=0.0).T
+            for p in range(count)
+        ]
+        terms = _weight_tile(weight_refs, layer_ref[0], first, i, plan, compute)
+        for t, term in enumerate(terms):
+            total = total + gpu.dot(term, x[t % count])
+        return total
+
+    total = lax.fori_loop(0, steps, add, jnp.zeros((plan.tile, tile), jnp.float32))
+    if plan.quantized:
+        total = total * 2.0**gpu.SCALE_SHIFT
+    outputs = first + jnp.arange(plan.tile)[None, :]
+    store = live[:, None] & (outputs < plan.n)
+    target = jnp.where(live, rows, plan.rows)[:, None]  # dead rows point past the end
+    triton.store(out_ref.at[split, target, outputs], total.T, mask=store)
+
+
+def _weight_tile(
+    refs: list[Any], layer: Any, first: Any, i: Any, plan: _Plan, compute: Compute
+) -> list[jax.Array]:
+    """A tile of weights in BF16: the planes of quantised ones, at 2^-64, or terms of a sum."""
+    step, tile = plan.step, plan.tile
+    outputs = first + jnp.arange(tile)[:, None]
+    if plan.quantized:
+        codes, scales = refs
+        lanes = codes[layer, pl.ds(first, tile), pl.ds(i * (step // 2), step // 2)]
+        blocks = step // 32
+        columns = i * blocks + jnp.arange(blocks)[None, :]
+        factors = gpu.e8m0_factor(triton.load(scales.at[layer, outputs // 32, columns]), 120)
+        return gpu.decode_e4m3_lanes(lanes, gpu.expand(factors, 16), compute)
+    (ref,) = refs
+    live = jnp.broadcast_to(outputs < plan.n, (tile, step))
+    columns = i * step + jnp.arange(step)[None, :]
+    weights = triton.load(
+        ref.at[layer, jnp.where(outputs < plan.n, outputs, 0), columns], mask=live
+    )
+    if weights.dtype == jnp.bfloat16:
+        return [weights]
+    terms = []
+    for _ in range(3):  # 3 x 8 bits hold a float32
+        terms.append(weights.astype(jnp.bfloat16))
+        weights = weights - terms[-1].astype(jnp.float32)
+    return terms

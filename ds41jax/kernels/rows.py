@@ -23,7 +23,8 @@ def map_rows(compute: Compute, function: Callable[..., T], *rows: Any, tile: int
     """Applies `function` to tiles of rows.
 
     Args:
-      compute: which kernels run; the jnp ones need the tiles.
+      compute: which kernels run; the jnp ones need the tiles. On a GPU `function` takes all rows at
+        once: its products are kernels that keep rows apart themselves.
       function: takes arrays (or trees of them) of `tile` rows, returns a tree of `tile`-row arrays,
         and treats every row alike and apart. What it closes over is shared by all rows.
       *rows: trees of arrays with the same number of rows on their first axis.
@@ -32,6 +33,8 @@ def map_rows(compute: Compute, function: Callable[..., T], *rows: Any, tile: int
     Returns:
       The results with the rows' first axis restored.
     """
+    if compute.on_gpu:
+        return function(*rows)
     count = jax.tree.leaves(rows)[0].shape[0]
     tiles = max(
         2, -(-count // tile)

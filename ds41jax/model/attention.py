@@ -14,9 +14,9 @@ import numpy as np
 from flax import struct
 
 from ds41jax.config import ModelConfig
-from ds41jax.formats import Format, QuantizedArray, values
+from ds41jax.formats import Format, QuantizedArray
 from ds41jax.kernels.compute import Compute
-from ds41jax.kernels.linear import grouped_linear, quantized_linear
+from ds41jax.kernels.linear import grouped_linear, operand, quantized_linear
 from ds41jax.kernels.rows import map_rows
 from ds41jax.kernels.sparse_attention import sparse_attention
 from ds41jax.model.norm import rms_norm
@@ -65,7 +65,7 @@ def window_rows(
     compute: Compute,
 ) -> Rows:
     """The layer's own key-value rows [T, D] of x [T, hidden], rotated and quantised for storage."""
-    wkv, norm = values(weights.wkv), weights.kv_norm
+    wkv, norm = operand(weights.wkv, compute), weights.kv_norm
 
     def tile(x: jax.Array, positions: jax.Array) -> Rows:
         kv = rms_norm(quantized_linear(x, wkv, compute), norm, config.rms_norm_eps, compute)
@@ -83,7 +83,8 @@ def queries(
     compute: Compute,
 ) -> tuple[jax.Array, jax.Array]:
     """The normalised low-rank query [T, q_lora_rank] and the rotated queries [T, H, D]."""
-    wq_a, wq_b, norm = values(weights.wq_a), values(weights.wq_b), weights.q_norm
+    wq_a, wq_b = operand(weights.wq_a, compute), operand(weights.wq_b, compute)
+    norm = weights.q_norm
 
     def tile(x: jax.Array, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
         latent = quantized_linear(x, wq_a, compute)
@@ -117,9 +118,7 @@ def window_index(batch: StepBatch, floor: jax.Array, window: int, ring: int) -> 
     return jnp.where((positions >= lowest) & batch.is_row[:, None], index, -1)
 
 
-def ring_and_step_rows(
-    ring: Rows, layer: jax.Array | int, slots: jax.Array, step: Rows
-) -> Rows:
+def ring_and_step_rows(ring: Rows, layer: jax.Array | int, slots: jax.Array, step: Rows) -> Rows:
     """One layer's rings of the sequences' slots [B], flattened, then the step's rows [T, D]."""
 
     def join(ring: jax.Array, step: jax.Array) -> jax.Array:
@@ -169,9 +168,7 @@ def project_output(
 
     `wo_a` is used at full precision with its input as is; only `wo_b`'s input is quantised.
     """
-    groups, rank = config.o_groups, config.o_lora_rank
-    wo_a = values(weights.wo_a).reshape(groups, rank, -1)
-    wo_b = values(weights.wo_b)
+    wo_a, wo_b = operand(weights.wo_a, compute), operand(weights.wo_b, compute)
 
     def tile(out: jax.Array, positions: jax.Array) -> jax.Array:
         out = rotate(out, positions, frequencies, compute, inverse=True)
