@@ -15,6 +15,7 @@ from ds41jax.engine.sampling import SamplingParams
 from ds41jax.engine.score import score_file
 from ds41jax.formats import Numerics
 from ds41jax.kernels.compute import Compute
+from ds41jax.serving import arguments, clients_command
 
 COMPILED_SECONDS = 0.5  # programs that compile faster are not worth a file
 
@@ -47,7 +48,19 @@ def _parser() -> argparse.ArgumentParser:
     plan = commands.add_parser("plan", help="what would lie where in device memory")
     plan_command.add_arguments(plan)
     plan.set_defaults(run=plan_command.run)
+    serve = commands.add_parser("serve", help="serve the OpenAI, Anthropic and Responses APIs")
+    arguments.add_arguments(serve)
+    serve.set_defaults(run=_serve)
+    clients = commands.add_parser("clients", help="print configuration for the usual clients")
+    clients_command.add_arguments(clients)
+    clients.set_defaults(run=clients_command.run)
     return parser
+
+
+def _serve(args: argparse.Namespace) -> int:
+    from ds41jax.serving import command  # the other commands need no web framework
+
+    return command.run(args)
 
 
 def _add_generate_arguments(parser: argparse.ArgumentParser) -> None:

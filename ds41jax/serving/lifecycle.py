@@ -1,7 +1,6 @@
 """A server that ends well: new requests are refused, running ones finish, then it stops."""
 
 import asyncio
-import signal
 import socket
 from types import FrameType
 
@@ -22,11 +21,14 @@ class DrainingServer(uvicorn.Server):
         self._drain_seconds = drain_seconds
         self._loop: asyncio.AbstractEventLoop | None = None
         self._drain: asyncio.Task[None] | None = None
+        self.ready_message = ""
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Uvicorn's start."""
+        """Uvicorn's start, and the word that it is done."""
         self._loop = asyncio.get_running_loop()
         await super().startup(sockets)
+        if self.ready_message:
+            print(self.ready_message, flush=True)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """The first signal drains, the second one is uvicorn's own."""
@@ -50,4 +52,4 @@ class DrainingServer(uvicorn.Server):
         busy = lambda: self._state.activity.active or self._state.gate.waiting  # noqa: E731
         while busy() and loop.time() < end:
             await asyncio.sleep(POLL_SECONDS)
-        super().handle_exit(signal.SIGTERM, None)
+        self.should_exit = True

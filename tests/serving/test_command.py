@@ -1,0 +1,103 @@
+"""`ds41jax serve` and `ds41jax clients` as a person starts them."""
+
+import argparse
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import httpx
+import openai
+import pytest
+
+from ds41jax.checkpoint.presets import tiny_config
+from ds41jax.checkpoint.synthetic import make_checkpoint
+from ds41jax.serving.arguments import add_arguments, generation_config, read_key
+
+MAIN = [sys.executable, "-c", "from ds41jax.cli import main; raise SystemExit(main())"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("serve") / "tiny"
+    make_checkpoint(path, tiny_config(), seed=0, progress=False)
+    return path
+
+
+def test_serve(folder: Path) -> None:
+    """Starts on a tiny checkpoint, answers, and ends by itself after a signal."""
+    options = ["--listen", "127.0.0.1:0", "--no-warm-up", "--concurrency", "2"]
+    options += ["--max-context-tokens", "1024", "--kv-pool-tokens", "4096", "--no-dspark"]
+    process = subprocess.Popen(
+        [*MAIN, "serve", "--model", str(folder), *options],
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "DS41JAX_API_KEY": "secret"},
+    )
+    try:
+        assert process.stdout is not None
+        lines = iter(process.stdout.readline, "")
+        ready = next(line for line in lines if line.startswith("Ready: "))
+        url = ready.split()[1]
+        assert httpx.get(f"{url}/health").status_code == 200
+        assert httpx.get(f"{url}/v1/models").status_code == 401
+        client = openai.OpenAI(base_url=f"{url}/v1", api_key="secret", timeout=120)
+        fields = {"model": "DeepSeek-V4.1-Flash", "max_tokens": 4, "temperature": 0}
+        messages = [{"role": "user", "content": "hi"}]
+        answer = client.chat.completions.create(**fields, messages=messages)
+        assert answer.usage.completion_tokens == 4
+        chunks = client.chat.completions.create(**fields, messages=messages, stream=True)
+        assert "".join(
+            getattr(chunk.choices[0].delta, "reasoning_content", None) or "" for chunk in chunks
+        ) == (answer.choices[0].message.reasoning_content or "")
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(30) == 0
+    finally:
+        process.kill()
+        process.wait()
+
+
+def test_dry_run(folder: Path) -> None:
+    command = [*MAIN, "serve", "--dry-run", "--model", str(folder), "--listen"]
+    done = subprocess.run([*command, "127.0.0.1:0"], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0 and "page pool" in done.stdout
+    done = subprocess.run([*command, "nowhere"], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 1 and "--listen" in done.stderr
+
+
+def _parse(*arguments: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    return parser.parse_args(arguments)
+
+
+def test_config_file(tmp_path: Path) -> None:
+    file = tmp_path / "server.toml"
+    file.write_text('concurrency = 4\ndspark = false\nalias = ["a", "b"]\nconsole-text = true\n')
+    args = _parse("--config", str(file), "--concurrency", "2")
+    assert (args.concurrency, args.dspark, args.console_text) == (2, False, True)
+    assert args.alias == ["a", "b"]
+    for text in ("unknown = 1", "concurrency = 17", "broken", "[table]\na = 1"):
+        file.write_text(text)
+        with pytest.raises(SystemExit):
+            _parse("--config", str(file))
+
+
+def test_key_and_sampling_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "key"
+    file.write_text("secret\n")
+    assert read_key(file) == "secret"
+    file.write_text("\n")
+    with pytest.raises(ValueError, match="empty"):
+        read_key(file)
+    monkeypatch.setenv("DS41JAX_API_KEY", "")
+    with pytest.raises(ValueError, match="empty"):
+        read_key(None)
+    assert generation_config(tmp_path).temperature == 1.0
+    sampling = tmp_path / "generation_config.json"
+    sampling.write_text('{"temperature": 0.6, "top_p": 0.95, "do_sample": true}')
+    assert generation_config(tmp_path).top_p == 0.95
+    sampling.write_text('{"temperature": 7}')
+    with pytest.raises(ValueError, match="out of range"):
+        generation_config(tmp_path)
