@@ -36,11 +36,12 @@ class ServerThread(threading.Thread):
 
 
 @contextlib.contextmanager
-def running(engine: Any, **options: Any) -> Iterator[str]:
+def running(engine: Any, port: int = 0, **options: Any) -> Iterator[str]:
     """A live server on loopback; yields its address."""
     app = make_app(engine, ServerOptions(**{"context": 4096, **options}))
     listener = socket.socket()
-    listener.bind(("127.0.0.1", 0))
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    listener.bind(("127.0.0.1", port))
     config = uvicorn.Config(app, log_level="warning", lifespan="on")
     server = DrainingServer(config, app.state.server, drain_seconds=5)
     thread = ServerThread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
