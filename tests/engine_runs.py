@@ -16,14 +16,15 @@ from ds41jax.engine.request import Event, Failed, Finished, Request, Token
 from ds41jax.engine.sampling import SamplingParams
 from ds41jax.engine.sequence import Sequence
 
+# Whatever changes the size of the caches compiles every program anew: tests vary the rest.
 OPTIONS = EngineOptions(
     max_active=4,
     max_queue=8,
-    context=512,
-    pool_tokens=4096,
+    context=4096,
+    pool_tokens=2048,
     prefill_chunk=64,
     retained=4,
-    reuse=Reuse.OFF,
+    reuse=Reuse.EXACT,
     warm_up=False,
 )
 

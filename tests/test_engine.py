@@ -61,7 +61,7 @@ def test_every_chunk_size_gives_the_same(chunk, bounded):
 @given(st.data())
 def test_any_schedule_gives_the_same(data):
     """Arrivals and cancellations at any step, over reuse in exact mode."""
-    run = Run(reuse=Reuse.EXACT)
+    run = Run()
     cancelled = set()
     for _ in range(data.draw(st.integers(3, 8), label="requests")):
         base = prompt(data.draw(st.integers(0, 2), label="prompt"), 40)
@@ -116,7 +116,7 @@ def test_a_cancelled_request_leaves_its_neighbours_alone():
 def test_exact_reuse_equals_a_cold_run(bounded):
     """Whole prompts, prompts that go on, and turns that go on; no token may change."""
     ids = prompt(8, 45)
-    run = Run(reuse=Reuse.EXACT, bounded=bounded)
+    run = Run(bounded=bounded)
     first = request(ids, 9)
     answer = run.all([first])[0]
     assert answer == alone(first, bounded)
@@ -137,7 +137,7 @@ def test_exact_reuse_equals_a_cold_run(bounded):
 
 
 def test_exact_reuse_restarts_inside_a_long_prompt():
-    run = Run(reuse=Reuse.EXACT, prefill_chunk=64, snapshot_every=64)
+    run = Run(snapshot_every=64)
     ids = prompt(13, 200)
     run.all([request(ids, 2)])
     changed = request((*ids[:150], *prompt(14, 20)), 6)
@@ -149,7 +149,7 @@ def test_exact_reuse_restarts_inside_a_long_prompt():
 
 @pytest.mark.parametrize("length", [1, 7, 8, 9, 15, 16, 17, 129])
 def test_ring_phases_survive_reuse(length):
-    run = Run(reuse=Reuse.EXACT)
+    run = Run()
     ids = prompt(15, length)
     run.all([request(ids, 3)])
     longer = request((*ids, *prompt(16, 5)), 6)
@@ -180,7 +180,7 @@ def test_a_prompt_is_only_reused_with_its_own_images():
         image = ImageSpan(start, patches, 6, 8, identity)
         return Request(tuple(ids), 6, images=(image,))
 
-    run = Run(reuse=Reuse.EXACT)
+    run = Run()
     first, other, again = (
         with_image(patches, b"a"),
         with_image(patches[::-1].copy(), b"b"),
@@ -198,11 +198,11 @@ def test_a_prompt_is_only_reused_with_its_own_images():
 
 
 def test_a_snapshot_comes_back_from_host_memory():
-    """One place on the device: the older prompt has gone to the host when it is asked for again."""
-    run = Run(reuse=Reuse.EXACT, retained=1, host_snapshots=4, host_tokens=2048)
-    old, new = request(prompt(40, 50), 4), request(prompt(41, 50), 4)
+    """Later prompts have pushed the first one off the device when it is asked for again."""
+    run = Run(host_snapshots=8, host_tokens=4096)
+    old = request(prompt(40, 50), 4)
     run.all([old])
-    run.all([new])
+    run.all([request(prompt(41 + i, 50), 1) for i in range(6)])
     while run.core.cache.host.copying:
         run.core.step()
     number = run.add(old)
@@ -216,8 +216,8 @@ def test_a_snapshot_comes_back_from_host_memory():
 
 
 def test_what_cannot_ever_fit_fails_alone():
-    run = Run(pool_tokens=512, max_active=4)
-    small, large = run.add(MIXED[0]), run.add(request(prompt(1, 300), 200))
+    run = Run()
+    small, large = run.add(MIXED[0]), run.add(request(prompt(1, 1500), 1000))
     other = run.add(MIXED[2])
     run.finish()
     assert isinstance(run.last(large), Failed) and run.last(large).error.kind == "capacity"
@@ -225,17 +225,21 @@ def test_what_cannot_ever_fit_fails_alone():
 
 
 def test_torture_by_a_tiny_pool():
-    """Many requests against few pages, with cancellations: served or cancelled, nothing leaks."""
-    run = Run(reuse=Reuse.EXACT, pool_tokens=1024)
+    """Lifetimes that fill the pool two at a time, most of them cancelled: nothing leaks."""
+    run = Run()
     rng = np.random.default_rng(0)
     for i in range(60):
-        ids = prompt(int(rng.integers(6)), int(rng.integers(1, 200)))
-        number = run.add(request(ids, int(rng.integers(1, 5)), seed=i % 3 or None))
-        for _ in range(rng.integers(3)):
+        ids = prompt(int(rng.integers(6)), int(rng.integers(1, 60)))
+        long = rng.random() < 0.5
+        number = run.add(request(ids, 900 if long else int(rng.integers(1, 5)), i % 3 or None))
+        for _ in range(rng.integers(4)):
             run.core.step()
-        if rng.random() < 0.2:
-            run.sequences[number].cancelled = True
+        if long:
+            run.sequences[int(rng.integers(number + 1))].cancelled = True
+            run.sequences[number].cancelled = rng.random() < 0.9
         run.core.check()
+    for sequence in run.sequences:
+        sequence.cancelled |= sequence.request.max_tokens > 5
     run.finish()
     for number, sequence in enumerate(run.sequences):
         last = run.last(number)
@@ -253,7 +257,7 @@ def test_torture_by_a_tiny_pool():
         ({"token_ids": (512,)}, "token_ids"),
         ({"token_ids": (-1,)}, "token_ids"),
         ({"max_tokens": 0}, "max_tokens"),
-        ({"max_tokens": 600}, "max_tokens"),
+        ({"max_tokens": 5000}, "max_tokens"),
         ({"top_logprobs": 21}, "top_logprobs"),
     ],
 )

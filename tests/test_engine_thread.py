@@ -9,14 +9,13 @@ import pytest
 from engine_runs import alone, options, prompt, request
 from oracle import tiny_model
 
-from ds41jax.cache.radix import Reuse
 from ds41jax.engine.engine import Engine
 from ds41jax.engine.request import EngineError, Failed, Finished, Token
 
 
 @pytest.fixture(scope="module")
 def engine():
-    made = Engine(tiny_model(), options(reuse=Reuse.EXACT, warm_up=True))
+    made = Engine(tiny_model(), options(warm_up=True))
     yield made
     made.close()
 
@@ -49,9 +48,8 @@ sys.path.insert(0, sys.argv[1])
 import conftest
 from engine_runs import options, prompt, request
 from oracle import tiny_model
-from ds41jax.cache.radix import Reuse
 from ds41jax.engine.engine import Engine
-with Engine(tiny_model(), options(reuse=Reuse.EXACT, warm_up=True)) as engine:
+with Engine(tiny_model(), options(warm_up=True)) as engine:
     for _ in range(2):
         made = [request(prompt(i % 3, 5 + 9 * i), 6, seed=i % 2 or None, top_logprobs=i)
                 for i in range(8)]
