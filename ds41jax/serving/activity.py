@@ -42,8 +42,6 @@ class Totals:
     input_tokens: int = 0
     cached_input_tokens: int = 0
     output_tokens: int = 0
-    drafted_tokens: int = 0
-    accepted_drafts: int = 0
 
 
 class Activity:
@@ -94,7 +92,7 @@ class Activity:
         if self.with_text:
             watched.text = (watched.text + text)[-MAX_TEXT:]
 
-    def retire(self, watched: Watched, reason: str, drafted: int = 0, accepted: int = 0) -> None:
+    def retire(self, watched: Watched, reason: str) -> None:
         """It is over: "stop", "length", "cancelled" or "failed"."""
         if self.active.pop(watched.id, None) is None:
             return
@@ -103,8 +101,6 @@ class Activity:
         self.totals.requests_retired += 1
         self.totals.requests_failed += reason == "failed"
         self.totals.requests_cancelled += reason == "cancelled"
-        self.totals.drafted_tokens += drafted
-        self.totals.accepted_drafts += accepted
         self._tell("retire", watched)
 
     def _tell(self, kind: str, watched: Watched) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from ds41jax.cache.radix import Reuse
 from ds41jax.config import ModelConfig
 from ds41jax.drafting.registry import POLICIES, make_policy
 from ds41jax.engine.options import MAX_ACTIVE, EngineOptions
@@ -71,6 +72,9 @@ def _add_engine_arguments(group: argparse._ArgumentGroup) -> None:
     add("--concurrency", type=_whole(1, MAX_ACTIVE), default=MAX_ACTIVE, metavar="N")
     add("--kv-pool-tokens", type=_whole(1, 1 << 40), default=65536, metavar="N")
     add("--prefix-cache-entries", type=_whole(0, 128), default=20, metavar="N")
+    add("--prefix-reuse", choices=[mode.value for mode in Reuse], default=Reuse.BOUNDED.value)
+    add("--host-cache-entries", type=_whole(0, 4096), default=0, metavar="N")
+    add("--host-cache-tokens", type=_whole(0, 1 << 40), default=65536, metavar="N")
     add("--max-context-tokens", type=_whole(2, 1 << 24), metavar="N")
     add("--max-output-tokens", type=_whole(1, MAX_OUTPUT_TOKENS), default=MAX_OUTPUT_TOKENS)
     add("--prefill-batch-tokens", type=_whole(1, 4096), default=256, metavar="N")
@@ -118,7 +122,10 @@ def engine_options(args: argparse.Namespace, config: ModelConfig) -> EngineOptio
         bounded=args.prefill == "bounded",
         dspark=args.dspark,
         policy=make_policy(args.dspark_policy, limit=args.dspark_draft_limit),
+        reuse=Reuse(args.prefix_reuse),
         retained=args.prefix_cache_entries,
+        host_snapshots=args.host_cache_entries,
+        host_tokens=args.host_cache_tokens,
         warm_up=args.warm_up,
     )
     options.check(config)

@@ -16,7 +16,7 @@ from ds41jax.serving.generation import Generation
 from ds41jax.serving.incoming import Incoming
 from ds41jax.serving.json_input import read_object
 from ds41jax.serving.messages_request import read_messages
-from ds41jax.serving.preparation import Prepared, encode_prompt, prepare
+from ds41jax.serving.preparation import Prepared, encode_prompt, off_loop, prepare
 from ds41jax.serving.replies import (
     ChatReply,
     CompletionReply,
@@ -103,8 +103,8 @@ async def _exchange(request: HttpRequest, read: Read, make_reply: MakeReply) -> 
     async def begin() -> tuple[Generation, Reply, bool]:
         if server.draining:
             raise ApiError(503, "The server is shutting down.", None, "draining")
-        body = read_object(raw)
-        incoming = read(body)
+        body = await off_loop(len(raw), read_object, raw)
+        incoming = await off_loop(len(raw), read, body)
         model = check_model(server, incoming.settings.model)
         prepared = await prepare(server, incoming, len(raw))
         reply = make_reply(prepared, incoming, model, body)

@@ -17,6 +17,7 @@ from ds41jax.serving.output import OutputParser
 from ds41jax.serving.preparation import Prepared
 from ds41jax.serving.replies import Reply
 from ds41jax.serving.server import Handle, Server
+from ds41jax.tokenizer import StreamDecoder
 
 
 class Generation:
@@ -35,6 +36,7 @@ class Generation:
         self._watched: Watched | None = None
         self._first: list[Any] = []
         self._finished: Finished | None = None
+        self._text = StreamDecoder(server.tokenizer)  # for the console
 
     async def open(self) -> None:
         """Submits the request and waits until it begins; raises `ApiError` if it does not."""
@@ -100,7 +102,7 @@ class Generation:
         assert self._watched is not None
         text = ""
         if self._server.activity.with_text:
-            text = self._server.tokenizer.decode([event.token_id])
+            text = self._text.push(event.token_id)
         self._server.activity.token(self._watched, text)
 
     def _failure(self, event: Event | None) -> ApiError:
@@ -111,9 +113,7 @@ class Generation:
 
     def _retire(self, reason: str) -> None:
         if self._watched is not None:
-            drafts = self._finished
-            drafted, accepted = (drafts.drafted, drafts.accepted) if drafts else (0, 0)
-            self._server.activity.retire(self._watched, reason, drafted, accepted)
+            self._server.activity.retire(self._watched, reason)
 
 
 class _Content:

@@ -55,7 +55,7 @@ async def stats(request: HttpRequest) -> dict[str, Any]:
 
 def statistics(server: Server) -> dict[str, Any]:
     """What `/v1/stats` answers."""
-    counters = server.gate.counters
+    counters, engine = server.gate.counters, engine_statistics(server)
     return {
         "uptime_seconds": time.time() - server.started,
         "http_queue_waits": counters.waits,
@@ -63,8 +63,21 @@ def statistics(server: Server) -> dict[str, Any]:
         "http_queue_rejects": counters.rejects,
         "http_queue_len": server.gate.waiting,
         "http_active": len(server.activity.active),
-        "totals": dataclasses.asdict(server.activity.totals),
-        "engine": engine_statistics(server),
+        "totals": _totals(server, engine.get("totals", {})),
+        "engine": engine,
+    }
+
+
+def _totals(server: Server, engine: dict[str, Any]) -> dict[str, Any]:
+    """Counts since the start: of requests as the clients see them, of tokens as the engine does."""
+    totals = dataclasses.asdict(server.activity.totals)
+    prompt, cached = engine.get("prompt_tokens", 0), engine.get("cached_tokens", 0)
+    return {
+        **totals,
+        "prefill_tokens": prompt - cached,
+        "verification_rounds": engine.get("rounds", 0),
+        "drafted_tokens": engine.get("drafted", 0),
+        "accepted_drafts": engine.get("accepted", 0),
     }
 
 

@@ -1,7 +1,9 @@
 """From a checked request to the engine's: prompt, images, limits, constraint."""
 
 import asyncio
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import ParamSpec, TypeVar
 
 from ds41jax.engine.constraints import Constraint
 from ds41jax.engine.request import ImageSpan, Request
@@ -15,8 +17,9 @@ from ds41jax.serving.server import Server
 from ds41jax.serving.settings import default_max_tokens, resolve_max_tokens
 from ds41jax.tokenizer import TokenizerError
 
-# Texts longer than this are rendered and encoded in a thread, so that other requests go on.
 THREAD_ABOVE = 16 << 10
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 @dataclass(frozen=True)
@@ -39,16 +42,20 @@ class EncodedPrompt:
     prompt: Prompt | None = None
 
 
+async def off_loop(size: int, work: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
+    """Does work on so many bytes, in a thread if they are many, so that other requests go on."""
+    if size > THREAD_ABOVE:
+        return await asyncio.to_thread(work, *args, **kwargs)
+    return work(*args, **kwargs)
+
+
 async def encode_prompt(server: Server, incoming: Incoming, size: int) -> EncodedPrompt:
     """The token ids that go to the model; raises `ApiError`.
 
     Args:
       size: bytes of the request, which tell how long this may take.
     """
-    if size > THREAD_ABOVE:
-        prompt, ids = await asyncio.to_thread(_encode, server, incoming)
-    else:
-        prompt, ids = _encode(server, incoming)
+    prompt, ids = await off_loop(size, _encode, server, incoming)
     if prompt is None:
         return EncodedPrompt(ids)
     images = await load_images(prompt.images, server.config.vision, server.options.private_urls)
