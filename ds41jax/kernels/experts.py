@@ -51,7 +51,7 @@ class Tiles:
         )
 
 
-UP = Tiles(outputs=64, lanes=64, splits=2, warps=4, stages=3)
+UP = Tiles(outputs=32, lanes=64, splits=1, warps=2, stages=4)
 DOWN = Tiles(outputs=64, lanes=64, splits=1, warps=4, stages=3)
 ACTIVATION_COLUMNS = 256
 

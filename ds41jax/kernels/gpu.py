@@ -63,10 +63,10 @@ def call(
     )
 
 
-def lanes(codes: jax.Array) -> jax.Array:
-    """Codes [..., n] of one byte as [..., n / 2] lanes of two, in place."""
-    pairs = codes.reshape(*codes.shape[:-1], -1, 2)
-    return lax.bitcast_convert_type(pairs, jnp.uint16)
+def lanes(codes: jax.Array, dtype: Any = jnp.uint16) -> jax.Array:
+    """Bytes of codes [..., n] as lanes of two (or four, uint32), [..., n / 2], in place."""
+    size = jnp.dtype(dtype).itemsize
+    return lax.bitcast_convert_type(codes.reshape(*codes.shape[:-1], -1, size), dtype)
 
 
 def stack(w: QuantizedArray) -> tuple[jax.Array, jax.Array, jax.Array]:

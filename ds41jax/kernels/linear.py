@@ -27,7 +27,7 @@ from ds41jax.formats.numerics import values
 from ds41jax.kernels import gpu
 from ds41jax.kernels.compute import Compute
 
-TILE = 64  # outputs a program
+TILE, WIDE_TILE = 64, 128  # outputs a program; the wide one is for wide row tiles
 STEP = 128  # inputs a step
 ROW_TILES = (16, 32, 64)
 PROGRAMS = 264  # two for each multiprocessor of the largest card: a sum is split until there are
@@ -103,7 +103,8 @@ class _Plan:
     @property
     def tile(self) -> int:
         part = self.n // self.groups
-        return min(TILE, part & -part) if self.groups > 1 or self.quantized else TILE
+        tile = WIDE_TILE if self.quantized and self.row_tile > 32 else TILE
+        return min(tile, part & -part) if self.groups > 1 or self.quantized else tile
 
     @property
     def step(self) -> int:
@@ -112,7 +113,7 @@ class _Plan:
     @property
     def splits(self) -> int:
         """Parts of the sum over K: by shape alone, so that no row's order of sums ever changes."""
-        steps, tiles = self.k // self.step, -(-self.n // self.tile)
+        steps, tiles = self.k // self.step, -(-self.n // TILE)
         fitting = [s for s in range(1, 17) if steps % s == 0]
         enough = [s for s in fitting if s * tiles >= PROGRAMS]
         return enough[0] if enough else fitting[-1]
@@ -120,6 +121,13 @@ class _Plan:
     @property
     def row_tile(self) -> int:
         return next((t for t in ROW_TILES if self.rows <= t), ROW_TILES[-1])
+
+    @property
+    def warps_and_stages(self) -> tuple[int, int]:
+        """Within 99 KiB of shared memory, the most that sm_120 gives a program."""
+        if self.tile == WIDE_TILE:
+            return 8, 3
+        return 4, 4 if self.quantized else 3
 
 
 def matmul(x: jax.Array, w: Weight, compute: Compute) -> jax.Array:
@@ -141,7 +149,8 @@ def matmul(x: jax.Array, w: Weight, compute: Compute) -> jax.Array:
     kernel = functools.partial(_matmul_kernel, plan=plan, compute=compute)
     grid = (-(-rows // plan.row_tile), -(-plan.n // plan.tile), plan.splits)
     out = jax.ShapeDtypeStruct((plan.splits, rows, plan.n), jnp.float32)
-    run = gpu.call(kernel, compute, grid, out, warps=4, stages=4, name="matmul")
+    warps, stages = plan.warps_and_stages
+    run = gpu.call(kernel, compute, grid, out, warps=warps, stages=stages, name="matmul")
     return gpu.add_parts(run(x, *weights))
 
 

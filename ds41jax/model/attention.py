@@ -15,10 +15,10 @@ from flax import struct
 
 from ds41jax.config import ModelConfig
 from ds41jax.formats import Format, QuantizedArray
+from ds41jax.kernels import sparse_attention
 from ds41jax.kernels.compute import Compute
 from ds41jax.kernels.linear import grouped_linear, operand, quantized_linear
 from ds41jax.kernels.rows import map_rows
-from ds41jax.kernels.sparse_attention import sparse_attention
 from ds41jax.model.norm import rms_norm
 from ds41jax.model.rope import rotate
 from ds41jax.model.state import PAGE_ROWS, KVState, Rows, StepBatch
@@ -118,8 +118,13 @@ def window_index(batch: StepBatch, floor: jax.Array, window: int, ring: int) -> 
     return jnp.where((positions >= lowest) & batch.is_row[:, None], index, -1)
 
 
-def ring_and_step_rows(ring: Rows, layer: jax.Array | int, slots: jax.Array, step: Rows) -> Rows:
+def ring_and_step_rows(
+    ring: Rows, layer: jax.Array | int, slots: jax.Array, step: Rows, compute: Compute
+) -> sparse_attention.Rows:
     """One layer's rings of the sequences' slots [B], flattened, then the step's rows [T, D]."""
+    if compute.on_gpu:
+        assert isinstance(ring, QuantizedArray) and isinstance(step, QuantizedArray)
+        return sparse_attention.RingAndStep(ring.at_layer(layer), slots, step)
 
     def join(ring: jax.Array, step: jax.Array) -> jax.Array:
         stored = ring[layer, slots]
@@ -144,7 +149,7 @@ def pool_rows(state: KVState) -> Rows:
 def attend(
     q: jax.Array,
     positions: jax.Array,
-    sources: tuple[tuple[Rows, jax.Array], ...],
+    sources: tuple[tuple[sparse_attention.Rows, jax.Array], ...],
     weights: AttentionWeights,
     frequencies: Frequencies,
     config: ModelConfig,
@@ -152,7 +157,7 @@ def attend(
 ) -> jax.Array:
     """Attention over the given rows, and the output projection: q [T, H, D] -> [T, hidden]."""
     scale = config.head_dim**-0.5
-    out = sparse_attention(q, sources, weights.attn_sink, scale, compute)
+    out = sparse_attention.sparse_attention(q, sources, weights.attn_sink, scale, compute)
     return project_output(out, positions, weights, frequencies, config, compute)
 
 

@@ -18,9 +18,8 @@ from flax import struct
 from jax import lax
 
 from ds41jax.config import ModelConfig, SelectRole
-from ds41jax.formats import values
 from ds41jax.kernels.compute import Compute
-from ds41jax.kernels.linear import dot
+from ds41jax.kernels.linear import operand, project
 from ds41jax.kernels.rows import map_rows
 from ds41jax.model import attention, compressor, indexer
 from ds41jax.model.block import BlockWeights, attention_input, block
@@ -64,7 +63,14 @@ def run_layers(
     config: ModelConfig,
     compute: Compute,
 ) -> Carry:
-    """Runs layers first to last - 1, all through one compiled body."""
+    """Runs layers first to last - 1: all through one compiled body, or unrolled on a GPU.
+
+    Unrolled, every choice that a layer's index makes is static, and its weights are read in place.
+    """
+    if compute.on_gpu:
+        for index in range(first, last):
+            carry = layer(carry, index, params, batch, config, compute)
+        return carry
 
     def body(index: Index, carry: Carry) -> Carry:
         return layer(carry, index, params, batch, config, compute)
@@ -90,7 +96,7 @@ def layer(
     """One layer. What it does follows from its index, which may be traced."""
     stream = add_engram(carry.stream, index, params, batch, config, compute)
     taps = carry.taps
-    if taps.shape[1]:
+    if taps.shape[1] and (not isinstance(index, int) or config.tap_index[index] >= 0):
         mean = compute.round(jnp.mean(stream.astype(jnp.float32), axis=1))
         tap = lookup(config.tap_index, index)
         taps = taps.at[:, jnp.where(tap < 0, taps.shape[1], tap)].set(mean, mode="drop")
@@ -151,19 +157,23 @@ def attention_layer(
     rows = attention.window_rows(x, batch.positions, weights, frequencies, config, compute)
     floor = window_floor(batch, index, config)
     window = attention.window_index(batch, floor, config.sliding_window, ring_rows(config))
-    sources = [(attention.ring_and_step_rows(state.window, index, batch.slots, rows), window)]
-    state = dataclasses.replace(state, window=write_ring(state.window, index, batch, rows))
+    ring = attention.ring_and_step_rows(state.window, index, batch.slots, rows, compute)
+    sources = [(ring, window)]
     latent, q = attention.queries(x, batch.positions, weights, frequencies, config, compute)
     if config.kv_source_layer_ids:
         state = publish(x, index, state, params, batch, config, compute)
         selection = select(x, latent, index, state, selection, params, batch, config, compute)
         reads = lookup(config.layer_ratios, index) > 0
-        source = jnp.maximum(lookup(config.kv_source_index, index), 0)
-        chosen = attention.global_index(selection.rows, batch, source)
-        sources.append((attention.pool_rows(state), jnp.where(reads, chosen, -1)))
+        if reads is not False:
+            source = jnp.maximum(lookup(config.kv_source_index, index), 0)
+            chosen = attention.global_index(selection.rows, batch, source)
+            sources.append((attention.pool_rows(state), jnp.where(reads, chosen, -1)))
     out = attention.attend(
         q, batch.positions, tuple(sources), weights, frequencies, config, compute
     )
+    if compute.on_gpu:  # the ring is written in place, so the read must come first
+        rows, out = lax.optimization_barrier((rows, out))
+    state = dataclasses.replace(state, window=write_ring(state.window, index, batch, rows))
     return out, state, selection
 
 
@@ -230,7 +240,7 @@ def select(
         q, head_weights = indexer.index_queries(
             x, latent, batch.positions, chooser, config, compute
         )
-        keys = indexer.sequence_keys(state, batch, source, ratio)
+        keys = indexer.sequence_keys(state, batch, source, ratio, compute)
         chosen, _ = indexer.select(
             q, head_weights, keys, batch, selection, role, ratio, config, compute
         )
@@ -278,11 +288,12 @@ def head(
     carry: Carry, params: Params, batch: StepBatch, config: ModelConfig, compute: Compute
 ) -> jax.Array:
     """Float32 logits [rows, V] of the rows that the batch wants."""
-    weight = values(params.head)
+    weight = operand(params.head, compute)
 
     def tile(stream: jax.Array, pre: jax.Array) -> jax.Array:
         x = collapse(stream, pre, compute)
-        return dot(rms_norm(x, params.norm, config.rms_norm_eps, compute), weight)
+        x = rms_norm(x, params.norm, config.rms_norm_eps, compute)
+        return project(x, weight, compute)
 
     return map_rows(compute, tile, carry.stream[batch.logit_rows], carry.pre[batch.logit_rows])
 

@@ -91,14 +91,14 @@ def block(
     """
 
     def mix_attention(stream: jax.Array) -> tuple[jax.Array, ...]:
-        mixes = stream_mixes(stream, weights.hc_attn, config)
+        mixes = stream_mixes(stream, weights.hc_attn, config, compute)
         return split_mixes(mixes, weights.hc_attn, config)
 
     def between(
         stream: jax.Array, output: jax.Array, pre: jax.Array, post: jax.Array, comb: jax.Array
     ) -> tuple[jax.Array, ...]:
         stream = expand(output, stream, post, comb, compute)
-        mixes = stream_mixes(stream, weights.hc_ffn, config)
+        mixes = stream_mixes(stream, weights.hc_ffn, config, compute)
         x = collapse(stream, pre, compute)
         x = rms_norm(x, weights.ffn_norm, config.rms_norm_eps, compute)
         return stream, x, *split_mixes(mixes, weights.hc_ffn, config)

@@ -16,9 +16,9 @@ import jax.numpy as jnp
 from flax import struct
 
 from ds41jax.config import ModelConfig
-from ds41jax.formats import Format, values
+from ds41jax.formats import Format
 from ds41jax.kernels.compute import Compute
-from ds41jax.kernels.linear import dot, linear
+from ds41jax.kernels.linear import linear, operand, project
 from ds41jax.kernels.rows import map_rows
 from ds41jax.model.norm import rms_norm
 from ds41jax.model.rope import compressed_frequencies, rotate
@@ -158,8 +158,12 @@ def _pool_pairs(
     compute: Compute,
 ) -> tuple[jax.Array, jax.Array]:
     """Pools each row with its predecessor, from the step or the carry [S, ...]; also the halves."""
-    wkv, wgate = values(weights.wkv[source]), values(weights.wgate[pair])
-    halves = map_rows(compute, lambda x: jnp.stack([dot(x, wkv), dot(x, wgate)], axis=1), x)
+    pair_weights = operand(weights.wkv[source], compute), operand(weights.wgate[pair], compute)
+
+    def half(x: jax.Array) -> jax.Array:
+        return jnp.stack([project(x, w, compute) for w in pair_weights], axis=1)
+
+    halves = map_rows(compute, half, x)
     carried = carry[batch.per_row(batch.slots), (batch.positions - 1) // 2 % CARRY_PAIRS]
     in_step = batch.positions > batch.per_row(batch.starts)
     first = jnp.where(in_step[:, None, None], jnp.roll(halves, 1, axis=0), carried)
@@ -184,7 +188,7 @@ def _latent_rows(
     """Normalised, rotated, quantised global rows [T, D] and index keys [T, I]."""
     frequencies = compressed_frequencies(config)
     norm, k_norm = weights.norm[source], weights.k_norm[source]
-    wk, eps = values(weights.wk[source]), config.rms_norm_eps
+    wk, eps = operand(weights.wk[source], compute), config.rms_norm_eps
 
     def tile(pooled: jax.Array, positions: jax.Array) -> tuple[Any, Any]:
         latent = rms_norm(pooled, norm, eps, compute)

@@ -17,9 +17,9 @@ from flax import struct
 from jax import lax
 
 from ds41jax.config import ModelConfig
-from ds41jax.formats import Format, QuantizedArray, values
+from ds41jax.formats import Format, QuantizedArray
 from ds41jax.kernels.compute import Compute
-from ds41jax.kernels.linear import dot, quantized_linear
+from ds41jax.kernels.linear import operand, project, quantized_linear
 from ds41jax.kernels.rows import map_rows
 from ds41jax.model import attention
 from ds41jax.model.block import BlockWeights, block, block_specs
@@ -85,7 +85,7 @@ def absorb(
 ) -> KVState:
     """Writes the ring rows of a step's target rows, main_hidden [T, targets * D]."""
     frequencies = plain_frequencies(config)
-    proj, norm = values(weights.main_proj), weights.main_norm
+    proj, norm = operand(weights.main_proj, compute), weights.main_norm
 
     def project(hidden: jax.Array) -> jax.Array:
         return rms_norm(quantized_linear(hidden, proj, compute), norm, config.rms_norm_eps, compute)
@@ -150,7 +150,9 @@ def run_stages(
         def attend(x: jax.Array) -> jax.Array:
             kv = attention.window_rows(x, rows, mine.attn, frequencies, config, compute)
             _, q = attention.queries(x, rows, mine.attn, frequencies, config, compute)
-            sources = ((attention.ring_and_step_rows(state.draft_window, i, slots, kv), index),)
+            sources = (
+                (attention.ring_and_step_rows(state.draft_window, i, slots, kv, compute), index),
+            )
             return attention.attend(q, rows, sources, mine.attn, frequencies, config, compute)
 
         k = config.dspark_num_experts_per_tok
@@ -182,22 +184,22 @@ def chain(
 ) -> Draft:
     """Base logits of the block, then greedy choices with the Markov bias, and confidences."""
     slots, size = anchors.shape[0], config.dspark_block_size
-    head, markov_head = values(head), values(weights.markov_head)
+    head, markov_head = operand(head, compute), operand(weights.markov_head, compute)
 
     def tile(stream: jax.Array, pre: jax.Array) -> tuple[jax.Array, jax.Array]:
         x = collapse(stream, pre, compute)
-        return x, dot(rms_norm(x, weights.norm, config.rms_norm_eps, compute), head)
+        return x, project(rms_norm(x, weights.norm, config.rms_norm_eps, compute), head, compute)
 
     hidden, base = map_rows(compute, tile, stream, pre)
     hidden, base = hidden.reshape(slots, size, -1), base.reshape(slots, size, -1)
-    confidence_weight = values(weights.confidence)
+    confidence_weight = operand(weights.confidence, compute)
 
     def step(token: jax.Array, inputs: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, Any]:
         def choose(hidden: jax.Array, base: jax.Array, token: jax.Array) -> tuple[jax.Array, ...]:
             embedding = weights.markov_embed[token].astype(jnp.float32)
-            logits = base + dot(embedding, markov_head)
+            logits = base + project(embedding, markov_head, compute)
             features = jnp.concatenate([hidden.astype(jnp.float32), embedding], axis=-1)
-            confidence = dot(features, confidence_weight)[:, 0]
+            confidence = project(features, confidence_weight, compute)[:, 0]
             return jnp.argmax(logits, axis=-1).astype(jnp.int32), logits, confidence
 
         out = map_rows(compute, choose, *inputs, token)

@@ -15,7 +15,7 @@ from jax import lax
 from ds41jax.config import ModelConfig
 from ds41jax.formats import Format, QuantizedArray, values
 from ds41jax.kernels.compute import Compute
-from ds41jax.kernels.linear import quantized_linear
+from ds41jax.kernels.linear import operand, quantized_linear
 from ds41jax.kernels.rows import map_rows
 from ds41jax.model.tensors import spec
 
@@ -73,7 +73,7 @@ def engram(
       admitted: [T] bool, False for image rows.
       weights: of one Engram layer.
     """
-    wkv = values(weights.wkv)
+    wkv = operand(weights.wkv, compute)
     split = config.hc_mult * config.hidden_size
 
     def tile(stream: jax.Array, rows: QuantizedArray, admitted: jax.Array) -> jax.Array:

@@ -14,8 +14,8 @@ from flax import struct
 from jax import lax
 
 from ds41jax.config import ModelConfig
-from ds41jax.kernels.compute import Compute
-from ds41jax.kernels.linear import dot
+from ds41jax.kernels.compute import REFERENCE, Compute
+from ds41jax.kernels.linear import project
 from ds41jax.model.tensors import spec
 
 
@@ -64,11 +64,13 @@ def split_mixes(
     return pre, post, sinkhorn(comb, config.hc_sinkhorn_iters, config.hc_eps)
 
 
-def stream_mixes(stream: jax.Array, weights: MixWeights, config: ModelConfig) -> jax.Array:
+def stream_mixes(
+    stream: jax.Array, weights: MixWeights, config: ModelConfig, compute: Compute = REFERENCE
+) -> jax.Array:
     """Streams [T, S, D] to mixes [T, M]: a projection scaled by the row's reciprocal RMS."""
     flat = stream.reshape(stream.shape[0], -1).astype(jnp.float32)
     scale = lax.rsqrt(jnp.mean(jnp.square(flat), axis=-1, keepdims=True) + config.rms_norm_eps)
-    return dot(flat, weights.fn) * scale
+    return project(flat, weights.fn, compute) * scale
 
 
 def collapse(stream: jax.Array, pre: jax.Array, compute: Compute) -> jax.Array:

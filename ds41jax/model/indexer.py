@@ -14,9 +14,15 @@ from jax import lax
 
 from ds41jax.config import ModelConfig, SelectRole
 from ds41jax.formats import Format, QuantizedArray, values
-from ds41jax.kernels.compute import Compute
-from ds41jax.kernels.index_select import candidate_blocks, index_scores, top_rows
-from ds41jax.kernels.linear import linear, quantized_linear
+from ds41jax.kernels.compute import REFERENCE, Compute
+from ds41jax.kernels.index_select import (
+    PagedKeys,
+    candidate_blocks,
+    index_scores,
+    paged_index_scores,
+    top_rows,
+)
+from ds41jax.kernels.linear import linear, operand, quantized_linear
 from ds41jax.kernels.rows import map_rows
 from ds41jax.model.rope import compressed_frequencies, rotate
 from ds41jax.model.state import PAGE_ROWS, KVState, StepBatch
@@ -91,7 +97,8 @@ def index_queries(
       weights: of one index source.
     """
     heads, width = config.index_n_heads, config.index_head_dim
-    wq_b, projection = values(weights.wq_b), values(weights.weights_proj)
+    wq_b = operand(weights.wq_b, compute)
+    projection = operand(weights.weights_proj, compute)
     frequencies = compressed_frequencies(config)
     scale = width**-0.5 * heads**-0.5
 
@@ -105,11 +112,18 @@ def index_queries(
 
 
 def sequence_keys(
-    state: KVState, batch: StepBatch, source: jax.Array | int, ratio: int
-) -> jax.Array:
-    """Index keys of every sequence's rows, in order, as values: [B, N, I]."""
+    state: KVState,
+    batch: StepBatch,
+    source: jax.Array | int,
+    ratio: int,
+    compute: Compute = REFERENCE,
+) -> jax.Array | PagedKeys:
+    """Index keys of every sequence's rows, in order: values [B, N, I], on a GPU where they lie."""
     pages = sequence_rows(batch, ratio) // PAGE_ROWS
     table = batch.page_tables[source][:, :pages]
+    if compute.on_gpu:
+        assert isinstance(state.index_pages, QuantizedArray)
+        return PagedKeys(state.index_pages, table)
     keys = values(jax.tree.map(lambda x: x[table], state.index_pages))
     return keys.reshape(table.shape[0], pages * PAGE_ROWS, -1)
 
@@ -117,7 +131,7 @@ def sequence_keys(
 def select(
     q: jax.Array,
     head_weights: jax.Array,
-    keys: jax.Array,
+    keys: jax.Array | PagedKeys,
     batch: StepBatch,
     selection: Selection,
     role: SelectRole,
@@ -128,13 +142,20 @@ def select(
     """Scores and selects one row at a time, so that long contexts stay small in memory.
 
     Args:
-      q: [T, H, I]; head_weights: [T, H]; keys: [B, N, I].
+      q: [T, H, I]; head_weights: [T, H]; keys: of `sequence_keys`, [B, N, I] or in their pages.
       selection: of earlier layers; its blocks bound a SELECT_WITHIN.
 
     Returns:
       The new selection, and the scores [T, N] (-inf where not visible) for those who look inside.
     """
-    n, block = keys.shape[1], config.candidate_block_size
+    sequences = jnp.minimum(batch.sequences, batch.starts.shape[0] - 1)
+    if isinstance(keys, PagedKeys):
+        visible = (batch.positions + 1) // ratio
+        scores = paged_index_scores(q, head_weights, keys, sequences, visible, compute)
+        choose = jax.vmap(lambda s, v, b: _choose(s, v, b, role, config))
+        rows, blocks = choose(scores, visible, selection.blocks)
+        return Selection(rows=rows, blocks=blocks), scores
+    n = keys.shape[1]
 
     def one(
         q: jax.Array,
@@ -147,16 +168,23 @@ def select(
         mine = lax.dynamic_index_in_dim(keys, sequence[0], keepdims=False)
         scores = index_scores(q[0], head_weights[0], mine, compute)
         scores = jnp.where(jnp.arange(n) < visible, scores, -jnp.inf)
-        kept, among = blocks[0], scores
-        if role is SelectRole.SELECT_AND_FILTER:
-            kept = candidate_blocks(scores, visible, config.candidate_topk_blocks, block)
-        elif role is SelectRole.SELECT_WITHIN:
-            among = jnp.where(jnp.repeat(kept, block)[:n], scores, -jnp.inf)
-        rows = top_rows(among, config.index_topk)
+        rows, kept = _choose(scores, visible, blocks[0], role, config)
         return rows[None], kept[None], scores[None]
 
-    sequences = jnp.minimum(batch.sequences, keys.shape[0] - 1)
     rows, blocks, scores = map_rows(
         compute, one, q, head_weights, sequences, batch.positions, selection.blocks, tile=1
     )
     return Selection(rows=rows, blocks=blocks), scores
+
+
+def _choose(
+    scores: jax.Array, visible: jax.Array, blocks: jax.Array, role: SelectRole, config: ModelConfig
+) -> tuple[jax.Array, jax.Array]:
+    """The rows [K] and candidate blocks [B] of one query's scores [N]."""
+    block = config.candidate_block_size
+    if role is SelectRole.SELECT_AND_FILTER:
+        blocks = candidate_blocks(scores, visible, config.candidate_topk_blocks, block)
+    elif role is SelectRole.SELECT_WITHIN:
+        inside = jnp.repeat(blocks, block)[: scores.shape[0]]
+        scores = jnp.where(inside, scores, -jnp.inf)
+    return top_rows(scores, config.index_topk), blocks

@@ -9,10 +9,10 @@ from flax import struct
 from jax import lax
 
 from ds41jax.config import ModelConfig
-from ds41jax.formats import Format, QuantizedArray, values
-from ds41jax.kernels.compute import Compute
+from ds41jax.formats import Format, QuantizedArray
+from ds41jax.kernels.compute import REFERENCE, Compute
 from ds41jax.kernels.experts import expert_mlp, routed_experts
-from ds41jax.kernels.linear import dot
+from ds41jax.kernels.linear import operand, project
 from ds41jax.kernels.rows import map_rows
 from ds41jax.model.tensors import spec
 
@@ -77,13 +77,18 @@ def moe_specs(
     )
 
 
-def router_scores(x: jax.Array, weight: jax.Array) -> jax.Array:
+def router_scores(x: jax.Array, weight: jax.Array, compute: Compute = REFERENCE) -> jax.Array:
     """sqrt(softplus(x . w)) in float32: x [T, D], weight [E, D] -> [T, E]."""
-    return jnp.sqrt(jax.nn.softplus(dot(x, weight)))
+    return jnp.sqrt(jax.nn.softplus(project(x, weight, compute)))
 
 
 def route(
-    x: jax.Array, is_image: jax.Array, weights: RouterWeights, k: int, config: ModelConfig
+    x: jax.Array,
+    is_image: jax.Array,
+    weights: RouterWeights,
+    k: int,
+    config: ModelConfig,
+    compute: Compute = REFERENCE,
 ) -> tuple[jax.Array, jax.Array]:
     """Chooses experts by biased score, weighs them by unbiased score.
 
@@ -95,7 +100,7 @@ def route(
     Returns:
       expert ids [T, K] int32, best first, ties to the lower id, and weights [T, K] float32.
     """
-    scores = router_scores(x, weights.weight)
+    scores = router_scores(x, weights.weight, compute)
     biased = scores + jnp.where(is_image[:, None], weights.bias_vl, weights.bias)
     _, ids = lax.top_k(biased, k)
     chosen = jnp.take_along_axis(scores, ids, axis=1)
@@ -115,12 +120,12 @@ def moe(
     """Routed and shared experts of rows x [T, D], summed in float32 and rounded once."""
     limit = config.swiglu_limit
     ids, routing = map_rows(
-        compute, lambda x, image: route(x, image, weights.gate, k, config), x, is_image
+        compute, lambda x, image: route(x, image, weights.gate, k, config, compute), x, is_image
     )
     e = weights.experts
     routed = routed_experts(x, ids, routing, (e.w1, e.w2, e.w3), limit, compute)
     s = weights.shared_experts
-    dense = values(s.w1), values(s.w2), values(s.w3)
+    dense = operand(s.w1, compute), operand(s.w2, compute), operand(s.w3, compute)
 
     def combine(x: jax.Array, routed: jax.Array) -> jax.Array:
         shared = expert_mlp(x, dense, None, limit, compute)
