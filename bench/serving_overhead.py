@@ -106,6 +106,7 @@ async def _client(port: int, number: int) -> tuple[float, list[float]]:
 
 def _clients(port: int, concurrency: int, results: Any) -> None:
     async def all_of_them() -> list[tuple[float, list[float]]]:
+        await asyncio.gather(*(_client(port, n) for n in range(concurrency)))  # to warm up
         return await asyncio.gather(*(_client(port, n) for n in range(concurrency)))
 
     results.put(asyncio.run(all_of_them()))
@@ -129,7 +130,7 @@ def measure(concurrency: int, tokens: int, round_seconds: float) -> dict[str, fl
     process.join()
     server.should_exit = True
     delays, firsts = [], []
-    emitted = sorted(engine.emitted, key=lambda e: e[1][0])
+    emitted = sorted(list(engine.emitted)[-concurrency:], key=lambda e: e[1][0])
     received.sort(key=lambda r: r[1][0])
     for (sent, arrived), (submitted, times) in zip(received, emitted, strict=True):
         delays += [1000 * (a - e) for a, e in zip(arrived, times, strict=True)]
