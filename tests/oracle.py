@@ -18,7 +18,7 @@ from ds41jax.engine.batching import SequenceRows, build_batch
 from ds41jax.engine.loading import Model, load_model
 from ds41jax.formats import Format, QuantizedArray, values
 from ds41jax.kernels.compute import FLOAT32, REFERENCE, Compute
-from ds41jax.model import attention, backbone, block, indexer, moe
+from ds41jax.model import attention, backbone, block, drafter, indexer, moe
 from ds41jax.model.drafter import Draft
 from ds41jax.model.indexer import Selection
 from ds41jax.model.params import Params
@@ -182,9 +182,7 @@ def run_attention(
     compute: Compute,
 ) -> tuple[jax.Array, KVState, Selection]:
     """`backbone.attention_layer` of a layer that is known only at run time, as in the model."""
-    return backbone.attention_layer(
-        x, index, state, selection, params, batch, config, compute
-    )
+    return backbone.attention_layer(x, index, state, selection, params, batch, config, compute)
 
 
 @functools.partial(jax.jit, static_argnames=("ratio", "config", "compute"))
@@ -216,7 +214,7 @@ def run_scores(
 
 
 def window_values(state: KVState, layer: int, positions: Sequence[int], slot: int = 0) -> Any:
-    """Values [len(positions), D] of a layer's window rows; layers past the last are draft stages."""
+    """Values [positions, D] of a layer's window rows; layers past the last are draft stages."""
     layers = jax.tree.leaves(state.window)[0].shape[0]
     ring = state.window if layer < layers else state.draft_window
     size = jax.tree.leaves(ring)[0].shape[2]
@@ -228,7 +226,7 @@ def global_values(
     pages: Any, tables: np.ndarray, source: int, groups: Sequence[int], slot: int = 0
 ) -> Any:
     """Values [len(groups), D] of a sequence's global rows or index keys."""
-    groups = np.asarray(groups)
+    groups = np.asarray(groups, np.int64)
     page = tables[source, slot, groups // PAGE_ROWS]
     return values(jax.tree.map(lambda x: x[page, groups % PAGE_ROWS], pages))
 
@@ -268,9 +266,7 @@ class Run:
         )
 
     def suffix(self, first: int, last: int, **floors: int) -> tuple[np.ndarray, np.ndarray]:
-        return self._results(
-            steps.suffix_step, self.batch(first, last, 8, **floors), last - first
-        )
+        return self._results(steps.suffix_step, self.batch(first, last, 8, **floors), last - first)
 
     def bounded(self) -> tuple[np.ndarray, np.ndarray]:
         """Bounded prefill of all tokens; results of the kept rows."""
@@ -294,8 +290,10 @@ class Run:
 
     def draft(self, anchor: int) -> Draft:
         params, position = self.model.params, np.array([len(self.tokens)], np.int32)
-        anchors = np.array([anchor], np.int32)
-        return steps.draft_step(params, self.state, anchors, position, self.config, self.compute)
+        slots, anchors = np.zeros(1, np.int32), np.array([anchor], np.int32)
+        return steps.draft_step(
+            params, self.state, slots, anchors, position, self.config, self.compute
+        )
 
 
 @functools.partial(jax.jit, static_argnames=("config", "compute"))
@@ -315,19 +313,74 @@ def look_into(
         seen["scores"].append(scores)
         return selection, scores
 
-    def unrolled(first: int, last: int, body: Any, carry: Any) -> Any:
-        for index in range(first, last):
-            carry = body(index, carry)
-        return carry
-
     select = indexer.select
     with (
         mock.patch.object(block, "moe", moe_and_keep),
         mock.patch.object(indexer, "select", select_and_keep),
         mock.patch.object(
-            backbone, "run_layers", lambda carry, first, last, *rest: unrolled(
+            backbone,
+            "run_layers",
+            lambda carry, first, last, *rest: unrolled(
                 first, last, lambda i, c: backbone.layer(c, i, *rest), carry
-            )
+            ),
         ),
     ):
         return backbone.forward(params, state, batch, config, compute), seen
+
+
+def look_into_draft(
+    params: Params,
+    state: KVState,
+    anchor: jax.Array,
+    position: jax.Array,
+    config: ModelConfig,
+    compute: Compute,
+) -> tuple[Draft, list[dict[str, jax.Array]]]:
+    """`drafter.draft` for slot 0 with its stages unrolled, and what each of them computed."""
+    stages: list[dict[str, jax.Array]] = []
+
+    def block_and_keep(
+        stream: jax.Array, pre: jax.Array, is_image: jax.Array, attend: Any, *rest: Any
+    ) -> tuple[jax.Array, jax.Array]:
+        seen: dict[str, jax.Array] = {}
+
+        def attend_and_keep(x: jax.Array) -> jax.Array:
+            seen["attn_out"] = attend(x)
+            return seen["attn_out"]
+
+        def moe_and_keep(
+            x: jax.Array, is_image: jax.Array, weights: Any, k: int, *rest: Any
+        ) -> Any:
+            seen["gate_idx"], _ = moe.route(x, is_image, weights.gate, k, config)
+            seen["ffn_out"] = moe.moe(x, is_image, weights, k, *rest)
+            return seen["ffn_out"]
+
+        with mock.patch.object(block, "moe", moe_and_keep):
+            out = block.block(stream, pre, is_image, attend_and_keep, *rest)
+        seen["stream_out"], seen["pre_mix_out"] = out
+        stages.append(seen)
+        return out
+
+    with (
+        mock.patch.object(drafter, "block", block_and_keep),
+        mock.patch.object(drafter.lax, "fori_loop", unrolled),
+    ):
+        out = drafter.draft(
+            params.drafter,
+            params.embed,
+            params.head,
+            state,
+            jnp.zeros(1, jnp.int32),
+            jnp.reshape(anchor, 1),
+            jnp.reshape(position, 1),
+            config,
+            compute,
+        )
+    return out, stages
+
+
+def unrolled(first: int, last: int, body: Callable[[int, Any], Any], carry: Any) -> Any:
+    """`lax.fori_loop` as a Python loop."""
+    for index in range(first, last):
+        carry = body(index, carry)
+    return carry

@@ -30,7 +30,7 @@ Array = jax.Array | np.ndarray
 
 E4M3 = ml_dtypes.float8_e4m3fn
 E4M3_MAX = 448.0
-E2M1_MAX = 6.0
+E2M1_MIDPOINTS = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)  # between code n and n + 1
 
 
 class Format(enum.Enum):
@@ -118,14 +118,19 @@ def decode_e8m0(scales: Array) -> Array:
     return _float_from_bits(scales.astype(np.int32) << 23)
 
 
-def encode_e2m1(x: Array) -> Array:
-    """Nearest E2M1 code (uint8, 0..15) of float32 values within +-6; ties to the even code."""
+def encode_e2m1(x: Array, steps: Array | float = 1.0) -> Array:
+    """Nearest E2M1 code (uint8, 0..15) of x / steps, at most 6 in size; ties to the even code.
+
+    Nothing is divided: XLA turns division by a broadcast array into a product with the reciprocal,
+    which moves ties. The products of midpoints and E4M3 steps are exact.
+    """
     xp = _xp(x)
     a = xp.abs(x)
-    step = xp.where(a < 2, np.float32(0.5), xp.where(a < 4, np.float32(1), np.float32(2)))
-    q = xp.round(a / step) * step
-    magnitude = xp.where(q < 2, q * 2, xp.where(q < 4, q + 2, q * np.float32(0.5) + 4))
-    return magnitude.astype(np.uint8) | (xp.signbit(x).astype(np.uint8) << 3)
+    magnitude = xp.zeros(x.shape, np.uint8)
+    for code, midpoint in enumerate(E2M1_MIDPOINTS):
+        limit = np.float32(midpoint) * steps
+        magnitude += (a > limit if code % 2 == 0 else a >= limit).astype(np.uint8)
+    return magnitude | (xp.signbit(x).astype(np.uint8) << 3)
 
 
 def decode_e2m1(codes: Array) -> Array:
@@ -201,13 +206,12 @@ def encode(x: Array, format: Format) -> QuantizedArray:
     if format is Format.MXFP4:
         amax = xp.maximum(amax, np.float32(6 * 2.0**-126))
         scales = power_of_two_exponent(amax * np.float32(1 / 6))
-        scaled = grouped / decode_e8m0(scales)[..., None]
+        codes = encode_e2m1(grouped / decode_e8m0(scales)[..., None])
     else:
         amax = xp.maximum(amax, np.float32(6 * 2.0**-9))
         scales = _e4m3(xp.minimum(amax / np.float32(6), np.float32(E4M3_MAX)))
-        scaled = grouped / scales.astype(np.float32)[..., None]
-    codes = encode_e2m1(_clip(scaled, E2M1_MAX)).reshape(x.shape)
-    return QuantizedArray(pack_nibbles(codes), scales, format=format)
+        codes = encode_e2m1(grouped, scales.astype(np.float32)[..., None])
+    return QuantizedArray(pack_nibbles(codes.reshape(x.shape)), scales, format=format)
 
 
 def _encode_fp8_block(x: Array) -> QuantizedArray:
