@@ -1,8 +1,10 @@
 """Timing on a GPU, random data, and the record that a bench writes."""
 
+import collections
 import datetime
 import json
 import statistics
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -44,6 +46,23 @@ def compiled_seconds(program: Any, inputs: Sequence[Sequence[Any]], rounds: int 
         jax.block_until_ready(out)
         times.append((time.perf_counter() - start) / (3 * len(inputs)))
     return statistics.median(times)
+
+
+def kernel_times(run: Callable[[], Any], calls: int = 3) -> dict[str, tuple[int, float]]:
+    """For every kernel of a call, as the device's trace names it: (launches, median us)."""
+    jax.block_until_ready(run())
+    with tempfile.TemporaryDirectory() as folder:
+        with jax.profiler.trace(folder):
+            jax.block_until_ready([run() for _ in range(calls)])
+        (trace,) = Path(folder).rglob("*.xplane.pb")
+        planes = jax.profiler.ProfileData.from_file(str(trace)).planes
+        times: dict[str, list[float]] = collections.defaultdict(list)
+        for line in (line for p in planes if "GPU" in p.name for line in p.lines):
+            if "Stream" in line.name:
+                for event in line.events:
+                    times[event.name].append(event.duration_ns / 1e3)
+    found = {k: (len(v) // calls, round(statistics.median(v), 2)) for k, v in times.items()}
+    return dict(sorted(found.items(), key=lambda item: -item[1][0] * item[1][1]))
 
 
 def copy_bandwidth(gigabytes: int = 4) -> float:

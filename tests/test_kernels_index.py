@@ -8,7 +8,16 @@ from lowering import DEVICES, lower_for_gpu
 
 from ds41jax.formats import Format, QuantizedArray, encode, values
 from ds41jax.kernels.compute import REFERENCE, Compute, Kernels
-from ds41jax.kernels.index_select import PagedKeys, index_scores, paged_index_scores
+from ds41jax.kernels import index_select
+from ds41jax.kernels.index_select import (
+    PagedKeys,
+    best_blocks,
+    best_rows,
+    candidate_blocks,
+    index_scores,
+    paged_index_scores,
+    top_rows,
+)
 
 INTERPRET = Compute(kernels=Kernels.INTERPRET)
 PALLAS = Compute(kernels=Kernels.PALLAS)
@@ -47,3 +56,35 @@ def test_official_shapes_lower_for_gpus(device: str) -> None:
 
     q, weights = shape((6, 32, 128), jnp.float32), shape((6, 32), jnp.bfloat16)
     assert '"index_scores"' in lower_for_gpu(score, q, weights, keys, row, row, device=device)
+
+
+@pytest.mark.parametrize("n", [40, 300])
+def test_best_rows_are_exact_with_ties_to_the_lowest_index(
+    n: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(index_select, "CHUNK", 64)
+    scores = np.random.default_rng(1).normal(size=(3, n)).round(1)
+    scores[1, n // 3 :] = -np.inf
+    scores[2, 5:] = -np.inf
+    scores = jnp.asarray(scores, jnp.bfloat16).astype(jnp.float32)
+    got = best_rows(scores, 16, INTERPRET)
+    for t in range(3):
+        np.testing.assert_array_equal(got[t], top_rows(scores[t], 16))
+
+
+def test_best_blocks_are_the_candidate_blocks() -> None:
+    scores = np.random.default_rng(2).normal(size=(2, 203)).round(1)
+    visible = jnp.asarray([203, 120], jnp.int32)
+    scores = jnp.where(jnp.arange(203) < visible[:, None], scores, -jnp.inf)
+    scores = scores.astype(jnp.bfloat16).astype(jnp.float32)
+    for top in (6, 200):
+        got = best_blocks(scores, visible, top, 4, INTERPRET)
+        for t in range(2):
+            np.testing.assert_array_equal(got[t], candidate_blocks(scores[t], visible[t], top, 4))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_selection_lowers_for_gpus(device: str) -> None:
+    scores = jax.ShapeDtypeStruct((6, 1 << 18), jnp.float32)
+    text = lower_for_gpu(lambda s: best_rows(s, 512, PALLAS), scores, device=device)
+    assert text.count('"best_rows"') >= 1

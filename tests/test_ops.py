@@ -37,6 +37,7 @@ from ds41jax.kernels.compute import FLOAT32, REFERENCE, Compute
 from ds41jax.kernels.experts import expert_mlp, routed_experts
 from ds41jax.kernels.index_select import candidate_blocks, top_rows
 from ds41jax.kernels.linear import dot, quantized_linear
+from ds41jax.kernels.mixes import sinkhorn
 from ds41jax.kernels.sparse_attention import sparse_attention
 from ds41jax.model import compressor, drafter
 from ds41jax.model.attention import window_index
@@ -46,7 +47,6 @@ from ds41jax.model.hyper_connections import (
     collapse,
     expand,
     initial_pre,
-    sinkhorn,
     split_mixes,
     stream_mixes,
 )

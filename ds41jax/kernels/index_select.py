@@ -12,11 +12,16 @@ import jax.numpy as jnp
 from flax import struct
 from jax import lax
 from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton
 
 from ds41jax.formats import QuantizedArray
 from ds41jax.kernels import gpu
 from ds41jax.kernels.compute import Compute
 from ds41jax.kernels.linear import dot
+
+
+CHUNK = 8192  # scores that one program selects from
+BELOW = -(1 << 16)  # under every key of a score
 
 
 @struct.dataclass
@@ -151,3 +156,84 @@ def _score_kernel(
         total = gpu.rounded(total, compute) + 0.0  # -0 would lose its ties against +0
         seen = first + jnp.arange(rows) < visible
         out_ref[query, here] = jnp.where(seen, total, -jnp.inf)
+
+
+def best_rows(scores: jax.Array, k: int, compute: Compute) -> jax.Array:
+    """`top_rows` of every query's scores [T, N] by the kernel: [T, K].
+
+    The scores are bfloat16 values, as `index_scores` rounds them, so 16 halvings find the k-th.
+    Long rows are cut into chunks: the best k of all are among the best k of the chunks, and every
+    chunk keeps its lowest indices of equal scores.
+    """
+    index = None
+    while True:
+        width = scores.shape[1] if index is None else index.shape[1]
+        index = _best_of_chunks(scores, index, k, compute)
+        if width <= CHUNK:
+            return index
+
+
+def _best_of_chunks(
+    scores: jax.Array, index: jax.Array | None, k: int, compute: Compute
+) -> jax.Array:
+    """The best k of each chunk of the scores (at `index` [T, C], if given): [T, chunks * k]."""
+    t, n = scores.shape
+    among = n if index is None else index.shape[1]
+    width = min(CHUNK, pl.next_power_of_2(max(among, k)))
+    chunks = -(-among // width)
+    kernel = functools.partial(_best_kernel, k=k, width=width, among=among)
+    out = jax.ShapeDtypeStruct((t, chunks * k), jnp.int32)
+    inputs = (scores,) if index is None else (scores, index)
+    return gpu.call(kernel, compute, (chunks, t), out, warps=16, stages=1, name="best_rows")(
+        *inputs
+    )
+
+
+def _best_kernel(scores_ref: Any, *refs: Any, k: int, width: int, among: int) -> None:
+    *index_refs, out_ref = refs
+    chunk, query = pl.program_id(0), pl.program_id(1)
+    lane = chunk * width + jnp.arange(width)
+    live = lane < among
+    index = lane
+    if index_refs:
+        index = triton.load(index_refs[0].at[query, lane], mask=live, other=-1)
+        live = live & (index >= 0)
+    at = jnp.where(live, index, 0)
+    scores = triton.load(scores_ref.at[query, at], mask=live, other=-jnp.inf)
+    bits = lax.bitcast_convert_type(scores, jnp.int32) >> 16
+    keys = jnp.where(bits < 0, bits ^ 0x7FFF, bits)  # ordered as the scores are
+    keys = jnp.where(live & (scores > -jnp.inf), keys, BELOW)
+
+    def halve(i: Any, least: Any) -> Any:
+        trial = least + (1 << (15 - i))
+        return jnp.where(jnp.sum((keys >= trial).astype(jnp.int32)) >= k, trial, least)
+
+    least = lax.fori_loop(0, 16, halve, jnp.int32(-(1 << 15)))
+    above, equal = (keys > least).astype(jnp.int32), (keys == least).astype(jnp.int32)
+    spare = k - jnp.sum(above)
+    taken = above + jnp.where(jnp.cumsum(equal) <= spare, equal, 0)
+    place = jnp.where(taken > 0, jnp.cumsum(taken) - 1, k)
+    first = chunk * k
+    count = jnp.sum(taken)
+    slot = jnp.arange(pl.next_power_of_2(k))
+    empty = (slot >= count) & (slot < k)
+    end = out_ref.shape[1]  # lanes without a place point past the end
+    triton.store(out_ref.at[query, jnp.where(taken > 0, first + place, end)], index, mask=taken > 0)
+    none = jnp.full(slot.shape, -1, jnp.int32)
+    triton.store(out_ref.at[query, jnp.where(empty, first + slot, end)], none, mask=empty)
+
+
+def best_blocks(
+    scores: jax.Array, visible: jax.Array, top_blocks: int, block: int, compute: Compute
+) -> jax.Array:
+    """`candidate_blocks` of every query's scores [T, N] by the kernel: [T, ceil(N / block)] bool."""
+    t, n = scores.shape
+    padded = jnp.pad(scores, ((0, 0), (0, -n % block)), constant_values=-jnp.inf)
+    best = padded.reshape(t, -1, block).max(-1)
+    newest = ((visible - 1) // block)[:, None]
+    best = jnp.where(jnp.arange(best.shape[1])[None, :] == newest, jnp.inf, best)
+    if top_blocks >= best.shape[1]:
+        return best > -jnp.inf
+    index = best_rows(best, top_blocks, compute)
+    kept = jnp.where(index >= 0, index, best.shape[1])
+    return jnp.zeros(best.shape, bool).at[jnp.arange(t)[:, None], kept].set(True, mode="drop")

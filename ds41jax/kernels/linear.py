@@ -30,6 +30,7 @@ from ds41jax.kernels.compute import Compute
 TILE, WIDE_TILE = 64, 128  # outputs a program; the wide one is for wide row tiles
 STEP = 128  # inputs a step
 ROW_TILES = (16, 32, 64)
+MOST_SPLITS, MOST_SPLITS_OF_ONE_TILE = 16, 64
 PROGRAMS = 264  # two for each multiprocessor of the largest card: a sum is split until there are
 
 Weight = Any  # QuantizedArray, jax.Array, or values of a quantised one on the jnp path
@@ -114,7 +115,8 @@ class _Plan:
     def splits(self) -> int:
         """Parts of the sum over K: by shape alone, so that no row's order of sums ever changes."""
         steps, tiles = self.k // self.step, -(-self.n // TILE)
-        fitting = [s for s in range(1, 17) if steps % s == 0]
+        most = MOST_SPLITS_OF_ONE_TILE if tiles == 1 else MOST_SPLITS
+        fitting = [s for s in range(1, most + 1) if steps % s == 0]
         enough = [s for s in fitting if s * tiles >= PROGRAMS]
         return enough[0] if enough else fitting[-1]
 

@@ -92,7 +92,7 @@ def block(
 
     def mix_attention(stream: jax.Array) -> tuple[jax.Array, ...]:
         mixes = stream_mixes(stream, weights.hc_attn, config, compute)
-        return split_mixes(mixes, weights.hc_attn, config)
+        return split_mixes(mixes, weights.hc_attn, config, compute)
 
     def between(
         stream: jax.Array, output: jax.Array, pre: jax.Array, post: jax.Array, comb: jax.Array
@@ -101,7 +101,7 @@ def block(
         mixes = stream_mixes(stream, weights.hc_ffn, config, compute)
         x = collapse(stream, pre, compute)
         x = rms_norm(x, weights.ffn_norm, config.rms_norm_eps, compute)
-        return stream, x, *split_mixes(mixes, weights.hc_ffn, config)
+        return stream, x, *split_mixes(mixes, weights.hc_ffn, config, compute)
 
     x = attention_input(stream, pre, weights, config, compute)
     attn_pre, post, comb = map_rows(compute, mix_attention, stream)

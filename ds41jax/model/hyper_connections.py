@@ -14,6 +14,7 @@ from flax import struct
 from jax import lax
 
 from ds41jax.config import ModelConfig
+from ds41jax.kernels import mixes as mixes_kernel
 from ds41jax.kernels.compute import REFERENCE, Compute
 from ds41jax.kernels.linear import project
 from ds41jax.model.tensors import spec
@@ -37,31 +38,12 @@ def mix_specs(config: ModelConfig, prefix: str, layers: tuple[int, ...]) -> MixW
     )
 
 
-def sinkhorn(logits: jax.Array, iterations: int, eps: float) -> jax.Array:
-    """[..., S, S] logits to a nearly doubly stochastic matrix (reference `hc_split_sinkhorn`).
-
-    Softmax over the last axis, then columns and rows are normalised in turn, columns last.
-    """
-    comb = jax.nn.softmax(logits, axis=-1) + eps
-    comb = comb / (comb.sum(-2, keepdims=True) + eps)
-
-    def normalise(_: jax.Array, comb: jax.Array) -> jax.Array:
-        comb = comb / (comb.sum(-1, keepdims=True) + eps)
-        return comb / (comb.sum(-2, keepdims=True) + eps)
-
-    return lax.fori_loop(0, iterations - 1, normalise, comb)
-
-
 def split_mixes(
-    mixes: jax.Array, weights: MixWeights, config: ModelConfig
+    mixes: jax.Array, weights: MixWeights, config: ModelConfig, compute: Compute = REFERENCE
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Mixes [T, M] to pre [T, S], post [T, S] and comb [T, S, S], all float32."""
-    s = config.hc_mult
-    scale, base = weights.scale, weights.base
-    pre = jax.nn.sigmoid(mixes[:, :s] * scale[0] + base[:s]) + config.hc_eps
-    post = 2 * jax.nn.sigmoid(mixes[:, s : 2 * s] * scale[1] + base[s : 2 * s])
-    comb = (mixes[:, 2 * s :] * scale[2] + base[2 * s :]).reshape(-1, s, s)
-    return pre, post, sinkhorn(comb, config.hc_sinkhorn_iters, config.hc_eps)
+    sizes = config.hc_mult, config.hc_sinkhorn_iters, config.hc_eps
+    return mixes_kernel.split_mixes(mixes, weights.base, weights.scale, *sizes, compute)
 
 
 def stream_mixes(

@@ -17,6 +17,8 @@ from ds41jax.formats import Format, QuantizedArray, values
 from ds41jax.kernels.compute import REFERENCE, Compute
 from ds41jax.kernels.index_select import (
     PagedKeys,
+    best_blocks,
+    best_rows,
     candidate_blocks,
     index_scores,
     paged_index_scores,
@@ -152,9 +154,8 @@ def select(
     if isinstance(keys, PagedKeys):
         visible = (batch.positions + 1) // ratio
         scores = paged_index_scores(q, head_weights, keys, sequences, visible, compute)
-        choose = jax.vmap(lambda s, v, b: _choose(s, v, b, role, config))
-        rows, blocks = choose(scores, visible, selection.blocks)
-        return Selection(rows=rows, blocks=blocks), scores
+        chosen = _choose_on_gpu(scores, visible, selection.blocks, role, config, compute)
+        return chosen, scores
     n = keys.shape[1]
 
     def one(
@@ -188,3 +189,23 @@ def _choose(
         inside = jnp.repeat(blocks, block)[: scores.shape[0]]
         scores = jnp.where(inside, scores, -jnp.inf)
     return top_rows(scores, config.index_topk), blocks
+
+
+def _choose_on_gpu(
+    scores: jax.Array,
+    visible: jax.Array,
+    blocks: jax.Array,
+    role: SelectRole,
+    config: ModelConfig,
+    compute: Compute,
+) -> Selection:
+    """`_choose` of all queries: scores [T, N], visible [T], blocks [T, B]."""
+    block, among = config.candidate_block_size, scores
+    if role is SelectRole.SELECT_AND_FILTER:
+        count = blocks.shape[1]
+        kept = best_blocks(scores, visible, config.candidate_topk_blocks, block, compute)
+        blocks = jnp.pad(kept, ((0, 0), (0, count - kept.shape[1])))
+    elif role is SelectRole.SELECT_WITHIN:
+        inside = jnp.repeat(blocks, block, axis=1)[:, : scores.shape[1]]
+        among = jnp.where(inside, scores, -jnp.inf)
+    return Selection(rows=best_rows(among, config.index_topk, compute), blocks=blocks)
