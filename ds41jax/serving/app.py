@@ -26,6 +26,7 @@ ROUTES: list[ControllerRouterHandler] = [
     generating_routes.tokenize,
     info_routes.health,
     info_routes.models,
+    info_routes.model,
     info_routes.stats,
     info_routes.metrics,
     console.page,

@@ -13,6 +13,8 @@ from ds41jax.serving.incoming import EFFORTS, Incoming
 from ds41jax.serving.settings import Settings, common_settings
 
 MAX_TOOLS = 128
+_ROLES = ("system", "developer", "user", "assistant", "tool", "latest_reminder")
+_PARTS = ("text", "image_url", "image")
 _EMPTY_OF_OPENAI = ("refusal", "audio", "function_call", "annotations")
 _MESSAGE_FIELDS = {
     "role", "content", "name", "tool_calls", "tool_call_id", "reasoning_content", "reasoning",
@@ -124,18 +126,24 @@ def _message(message: dict[str, Any], path: str, last: bool) -> dict[str, Any]:
     if unknown:
         name = f"{path}.{unknown[0]}"
         raise invalid(name, f"{name}: unknown field.", "unknown_field")
+    role, content = out.get("role"), out.get("content")
+    if role not in _ROLES:
+        raise invalid(f"{path}.role", f"{path}.role must be one of {', '.join(_ROLES)}.")
+    empty = content is None and role == "assistant"
+    if not empty and not isinstance(content, str | list):
+        raise invalid(f"{path}.content", f"{path}.content must be a string or a list of parts.")
+    if empty and not out.get("tool_calls"):
+        raise invalid(path, f"{path} has neither content nor tool calls.")
     if out.pop("task", None) is not None and not last:
         raise invalid(f"{path}.task", "only the last message may carry a task.")
-    if out.get("role") == "developer":  # the format knows no such role
+    if role == "developer":  # the format knows no such role
         out["role"] = "system"
     for alias in ("reasoning", "reasoning_text"):
         value = out.pop(alias, None)
         if value is not None and out.get("reasoning_content") is None:
             out["reasoning_content"] = value
-    if isinstance(out.get("content"), list):
-        out["content"] = [
-            _part(part, f"{path}.content[{n}]") for n, part in enumerate(out["content"])
-        ]
+    if isinstance(content, list):
+        out["content"] = [_part(part, f"{path}.content[{n}]") for n, part in enumerate(content)]
     if isinstance(out.get("tool_calls"), list):
         calls = enumerate(out["tool_calls"])
         out["tool_calls"] = [_call(call, f"{path}.tool_calls[{n}]") for n, call in calls] or None
@@ -146,6 +154,8 @@ def _part(part: Any, path: str) -> dict[str, Any]:
     """A content part; an image may be given as a plain string, or as a part of type "image"."""
     if not isinstance(part, dict):
         raise invalid(path, f"{path} must be an object.")
+    if part.get("type") not in _PARTS:
+        raise invalid(f"{path}.type", f"{path}.type must be one of {', '.join(_PARTS)}.")
     if part.get("type") == "image":
         part = {"type": "image_url", "image_url": part.get("image", part.get("image_url"))}
     if part.get("type") == "image_url" and isinstance(part.get("image_url"), str):

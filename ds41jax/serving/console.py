@@ -1,7 +1,7 @@
 """The console: one page, a snapshot, and a WebSocket that keeps the page up to date.
 
-Nothing is sampled while nobody looks. A viewer gets events as they happen and gauges four times a
-second, in at most 20 frames a second; one that falls behind gets a fresh snapshot instead.
+Nothing is sampled while nobody looks. A viewer gets events and counts of rounds in at most 20
+frames a second, and gauges in four of them; one that falls behind gets a fresh snapshot instead.
 """
 
 import asyncio
@@ -17,7 +17,7 @@ from litestar.datastructures import State
 from litestar.exceptions import WebSocketDisconnect
 
 from ds41jax.serving.activity import MAX_EVENTS
-from ds41jax.serving.info_routes import statistics
+from ds41jax.serving.info_routes import engine_statistics, statistics
 from ds41jax.serving.server import Server
 
 FRAME_SECONDS = 1 / 20
@@ -68,7 +68,7 @@ async def _send(
     socket: WebSocket[Any, Any, State], server: Server, events: deque[dict[str, Any]]
 ) -> None:
     await socket.send_json(make_snapshot(server))
-    gauges_due = 0.0
+    gauges_due, seen = 0.0, _rounds(server)
     while True:
         await asyncio.sleep(FRAME_SECONDS)
         now = time.time()
@@ -80,12 +80,23 @@ async def _send(
         if events:
             frame["ev"] = list(events)
             events.clear()
+        rounds = _rounds(server)
+        if rounds != seen:
+            frame["r"] = {name: rounds[name] - seen[name] for name in rounds}
+            seen = rounds
         if now >= gauges_due:
             gauges_due = now + GAUGE_SECONDS
             frame["g"] = statistics(server)
             frame["active"] = _active(server)
         if len(frame) > 2:
             await socket.send_json(frame)
+
+
+def _rounds(server: Server) -> dict[str, int]:
+    """The engine's counts of rounds and drafts, whose growth between two frames is the ticker."""
+    totals = engine_statistics(server).get("totals", {})
+    names = ("rounds", "drafted", "accepted", "emitted_tokens", "prefill_steps")
+    return {name: totals.get(name, 0) for name in names}
 
 
 def make_snapshot(server: Server) -> dict[str, Any]:

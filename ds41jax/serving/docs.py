@@ -28,6 +28,7 @@ _POSTS: dict[str, tuple[type[msgspec.Struct], str]] = {
 _GETS = {
     "/health": "200 while requests are taken, else 503. Needs no key.",
     "/v1/models": "The served model under its names, with its limits.",
+    "/v1/models/{id}": "One of them.",
     "/v1/stats": "Counters and gauges.",
     "/metrics": "The same for Prometheus.",
     "/v1/console/snapshot": "What the console shows.",
@@ -35,7 +36,7 @@ _GETS = {
     "/openapi.json": "This description.",
     "/docs": "This description, to read.",
 }
-_ERRORS = ("400", "401", "413", "429", "500", "503")
+_ERRORS = ("400", "401", "404", "413", "429", "500", "503")
 _STREAMED = ("/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/responses")
 
 
@@ -55,6 +56,9 @@ def openapi() -> dict[str, Any]:
         paths[path]["post"]["responses"] = _responses(path in _STREAMED)
     for path, summary in _GETS.items():
         paths[path] = {"get": {"summary": summary, "responses": _responses(False, path)}}
+        if path.endswith("{id}"):
+            field = {"name": "id", "in": "path", "required": True, "schema": {"type": "string"}}
+            paths[path]["get"]["parameters"] = [field]
     return {
         "openapi": "3.1.0",
         "info": {"title": "ds41jax", "version": ds41jax.__version__},

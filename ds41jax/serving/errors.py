@@ -5,6 +5,7 @@ field and the rule; they never echo long input, file paths or the server's inter
 """
 
 import json
+import re
 from typing import Any
 
 import deepseek_recipe as recipe
@@ -12,6 +13,7 @@ import deepseek_recipe as recipe
 from ds41jax.engine.request import EngineError
 
 MAX_MESSAGE = 1000
+MAX_QUOTED = 250  # of a message that may repeat the client's words
 RETRY_AFTER_SECONDS = 1
 _STATUS = {
     "invalid": 400,
@@ -21,6 +23,8 @@ _STATUS = {
     "closed": 503,
     "internal": 500,
 }
+# How deepseek-recipe names places in its messages.
+_NAMED = re.compile(r"\b(messages?|tools|input)\[\d+\][\w.\[\]]*")
 _ANTHROPIC_TYPES = {
     400: "invalid_request_error",
     401: "authentication_error",
@@ -97,4 +101,6 @@ def from_recipe(error: Exception) -> ApiError:
             message, param = error.body, None
     else:
         message, param = str(error).removeprefix("invalid request body: "), None
-    return invalid(param, shortened(message, 400))
+    if param is None and (named := _NAMED.search(message)) is not None:
+        param = named[0].replace("message[", "messages[").rstrip(".")
+    return invalid(param, shortened(message, MAX_QUOTED))

@@ -9,6 +9,7 @@ from litestar import Request, Response, get
 from litestar.datastructures import State
 
 from ds41jax.serving.auth import OPEN
+from ds41jax.serving.errors import ApiError
 from ds41jax.serving.metrics import render_metrics
 from ds41jax.serving.server import Server
 
@@ -34,6 +35,16 @@ async def models(request: HttpRequest) -> dict[str, Any]:
         _model(request.app.state.server, id) for id in (options.model_name, *options.aliases)
     ]
     return {"object": "list", "data": entries}
+
+
+@get("/v1/models/{id:path}")
+async def model(request: HttpRequest) -> dict[str, Any]:
+    """One of them."""
+    options, id = request.app.state.server.options, request.path_params["id"].lstrip("/")
+    if id not in (options.model_name, *options.aliases):
+        message = f"The model is not served here; use {options.model_name}."
+        raise ApiError(404, message, "model", "model_not_found")
+    return _model(request.app.state.server, id)
 
 
 def _model(server: Server, id: str) -> dict[str, Any]:

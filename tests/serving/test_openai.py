@@ -243,6 +243,9 @@ def test_responses_tools_and_schema(client: openai.OpenAI, engine: FakeEngine) -
 
 def test_models_and_errors(client: openai.OpenAI) -> None:
     assert MODEL in [model.id for model in client.models.list()]
+    assert client.models.retrieve("deepseek-ai/DeepSeek-V4.1-Flash").owned_by == "deepseek-ai"
+    with pytest.raises(openai.NotFoundError):
+        client.models.retrieve("another")
     with pytest.raises(openai.BadRequestError) as caught:
         chat(client, model="another")
     assert (caught.value.param, caught.value.code) == ("model", "model_not_found")

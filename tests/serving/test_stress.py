@@ -155,7 +155,7 @@ def test_key_on_every_route(official: Tokenizer) -> None:
     engine = FakeEngine(official, script_of(official, "x"))
     with running(engine, api_key="secret") as url:
         paths = httpx.get(f"{url}/openapi.json", auth=("any", "secret")).json()["paths"]
-        assert len(paths) == 14
+        assert len(paths) == 15
         for path, methods in paths.items():
             for method in methods:
                 answer = httpx.request(method, f"{url}{path}", json=BODY)

@@ -76,6 +76,13 @@ SCHEMA = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type":
         ({"thinking": {"type": "perhaps"}}, "thinking.type"),
         ({"messages": []}, "messages"),
         ({"messages": [{"role": "user", "content": "x", "weird": 1}]}, "messages[0].weird"),
+        ({"messages": [{"role": "user", "content": None}]}, "messages[0].content"),
+        ({"messages": [*USER, {"role": "robot", "content": "x"}]}, "messages[1].role"),
+        ({"messages": [*USER, {"role": "assistant"}]}, "messages[1]"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "x"}]}]},
+            "messages[0].content[0].type",
+        ),
         ({"messages": [{"role": "user", "content": "x", "task": "cook"}]}, "messages[0].task"),
         ({"tools": tools(129)}, "tools"),
         (
