@@ -7,10 +7,11 @@ import pytest
 from lowering import DEVICES, lower_for_gpu
 
 from ds41jax.formats import Format, QuantizedArray, encode
-from ds41jax.kernels.compute import REFERENCE, Compute, Kernels
-from ds41jax.kernels.experts import block_plan, routed_experts
+from ds41jax.kernels.compute import REFERENCE, Compute, Kernels, Phase
+from ds41jax.kernels.experts import block_plan, routed_experts, sorted_plan
 
 INTERPRET = Compute(kernels=Kernels.INTERPRET)
+PREFILL = Compute(kernels=Kernels.INTERPRET, phase=Phase.PREFILL)
 PALLAS = Compute(kernels=Kernels.PALLAS)
 D, F, E, K = 128, 64, 5, 2
 
@@ -34,10 +35,10 @@ def step(rows: int) -> tuple[jax.Array, jax.Array, jax.Array]:
     return x, jnp.asarray(ids, jnp.int32), jnp.asarray(random.uniform(size=(rows, K)), jnp.float32)
 
 
-@pytest.mark.parametrize("rows", [1, 50])
-def test_kernels_match_their_definition(rows: int) -> None:
+@pytest.mark.parametrize(("rows", "compute"), [(1, INTERPRET), (50, INTERPRET), (180, PREFILL)])
+def test_kernels_match_their_definition(rows: int, compute: Compute) -> None:
     x, ids, weights = step(rows)
-    got = routed_experts(x, ids, weights, matrices(), 1.5, INTERPRET)
+    got = routed_experts(x, ids, weights, matrices(), 1.5, compute)
     want = np.asarray(routed_experts(x, ids, weights, matrices(), 1.5, REFERENCE))
     assert np.linalg.norm(got - want) <= 2e-3 * np.linalg.norm(want)
 
@@ -52,14 +53,14 @@ def test_a_row_does_not_see_its_neighbours() -> None:
 
 def test_plan_puts_every_pair_in_one_block_of_its_expert() -> None:
     ids = jnp.asarray(np.random.default_rng(3).integers(0, 3, 70), jnp.int32).at[5].set(-1)
-    experts, blocks = (np.asarray(a) for a in block_plan(ids, INTERPRET))
-    seen = []
-    for expert, pairs in zip(experts, blocks, strict=True):
-        mine = pairs[pairs < 70]
-        if expert >= 0:
-            assert (np.asarray(ids)[mine] == expert).all()
-            seen += list(mine)
-    assert sorted(seen) == [p for p in range(70) if p != 5]
+    for plan in (block_plan(ids, INTERPRET), sorted_plan(ids, 3)):
+        seen = []
+        for expert, pairs in zip(*(np.asarray(a) for a in plan), strict=True):
+            mine = pairs[pairs < 70]
+            if expert >= 0:
+                assert (np.asarray(ids)[mine] == expert).all()
+                seen += list(mine)
+        assert sorted(seen) == [p for p in range(70) if p != 5]
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -7,8 +7,8 @@ import pytest
 from lowering import DEVICES, lower_for_gpu
 
 from ds41jax.formats import Format, QuantizedArray, encode, values
-from ds41jax.kernels.compute import REFERENCE, Compute, Kernels
 from ds41jax.kernels import index_select
+from ds41jax.kernels.compute import REFERENCE, Compute, Kernels
 from ds41jax.kernels.index_select import (
     PagedKeys,
     best_blocks,

@@ -22,14 +22,15 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
-from ds41jax.formats import Format, QuantizedArray, values
-from ds41jax.formats.quantized import decode_e8m0, power_of_two_exponent
+from ds41jax.formats import QuantizedArray, values
 from ds41jax.kernels import gpu
-from ds41jax.kernels.compute import Compute
+from ds41jax.kernels.compute import Compute, Phase
 from ds41jax.kernels.linear import quantized_linear
+from ds41jax.kernels.quantize import quantized_planes, rounded_groups
 from ds41jax.kernels.rows import map_rows
 
 BLOCK_ROWS = 16  # pairs of one expert that share its weights; the matrix unit's narrowest
+PREFILL_ROWS = 64
 
 
 @dataclass(frozen=True)
@@ -53,6 +54,7 @@ class Tiles:
 
 UP = Tiles(outputs=32, lanes=64, splits=1, warps=2, stages=4)
 DOWN = Tiles(outputs=64, lanes=64, splits=1, warps=4, stages=3)
+PREFILL = Tiles(outputs=64, lanes=32, splits=1, warps=4, stages=3)
 ACTIVATION_COLUMNS = 256
 
 
@@ -151,11 +153,16 @@ def _routed_on_gpu(
 ) -> jax.Array:
     rows, choices = expert_ids.shape
     w1, w2, w3 = matrices
-    plan = block_plan(expert_ids.reshape(-1), compute)
-    x = gpu.planes(compute.fake_quantize(x, Format.FP8_GROUP).astype(jnp.bfloat16), 4)
-    parts = _expert_matmul(x, plan, (w1, w3), choices, UP, compute)
+    up, down = UP, DOWN
+    if compute.phase is Phase.PREFILL:
+        plan = sorted_plan(expert_ids.reshape(-1), w1.shape[0])
+        up = down = PREFILL
+    else:
+        plan = block_plan(expert_ids.reshape(-1), compute)
+    x = quantized_planes(x, 4, compute)
+    parts = _expert_matmul(x, plan, (w1, w3), choices, up, compute)
     hidden = _activate(parts, weights.reshape(-1), limit, compute)
-    (outputs,) = _expert_matmul(hidden, plan, (w2,), 1, DOWN, compute)
+    (outputs,) = _expert_matmul(hidden, plan, (w2,), 1, down, compute)
     each = compute.round(gpu.add_parts(outputs)).reshape(rows, choices, -1)
     total = each[:, 0].astype(jnp.float32)
     for k in range(1, choices):
@@ -184,6 +191,23 @@ def block_plan(expert_ids: jax.Array, compute: Compute) -> tuple[jax.Array, jax.
     )
     kernel = functools.partial(_plan_kernel, pairs=pairs, width=width)
     return tuple(gpu.call(kernel, compute, (pairs,), shapes, name="expert_plan")(expert_ids))
+
+
+def sorted_plan(expert_ids: jax.Array, experts: int) -> tuple[jax.Array, jax.Array]:
+    """`block_plan` for many pairs, by sorting: blocks of PREFILL_ROWS, as many as there can be."""
+    pairs = expert_ids.shape[0]
+    blocks = min(pairs, experts) + pairs // PREFILL_ROWS
+    order = jnp.argsort(jnp.where(expert_ids < 0, experts, expert_ids), stable=True)
+    ids = expert_ids[order]
+    counts = jnp.zeros(experts, jnp.int32).at[ids].add(1, mode="drop", wrap_negative_indices=False)
+    first = jnp.cumsum(counts) - counts
+    blocks_of = -(-counts // PREFILL_ROWS)
+    start = jnp.cumsum(blocks_of) - blocks_of
+    rank = jnp.arange(pairs) - first[ids]
+    block = jnp.where(ids < 0, blocks, start[ids] + rank // PREFILL_ROWS)
+    rows = jnp.full((blocks, PREFILL_ROWS), pairs, jnp.int32)
+    rows = rows.at[block, rank % PREFILL_ROWS].set(order.astype(jnp.int32), mode="drop")
+    return jnp.full(blocks, -1, jnp.int32).at[block].set(ids, mode="drop"), rows
 
 
 def _plan_kernel(ids_ref: Any, expert_ref: Any, rows_ref: Any, *, pairs: int, width: int) -> None:
@@ -217,7 +241,7 @@ def _expert_matmul(
     Returns:
       For each matrix the parts of its sums, [splits, P, N] float32.
     """
-    pairs = plan[0].shape[0]
+    pairs = x.shape[0] * choices
     n, k = matrices[0].shape[-2:]
     tiles = tiles.fitted(n, k)
     stacks = [gpu.stack(w) for w in matrices]
@@ -225,7 +249,7 @@ def _expert_matmul(
         _matmul_kernel, choices=choices, steps=k // 4 // tiles.lanes, tiles=tiles, compute=compute
     )
     out = jax.ShapeDtypeStruct((tiles.splits, pairs, n), jnp.float32)
-    grid = (n // tiles.outputs, tiles.splits, pairs)
+    grid = (n // tiles.outputs, tiles.splits, plan[0].shape[0])
     run = gpu.call(
         kernel,
         compute,
@@ -241,8 +265,8 @@ def _expert_matmul(
 
 def _matmul_kernel(
     layer_ref: Any,
-    expert_ref: Any,  # [P]
-    rows_ref: Any,  # [P, BLOCK_ROWS]
+    expert_ref: Any,  # [blocks]
+    rows_ref: Any,  # [blocks, pairs of a block]
     x_ref: Any,  # [rows, 4, K / 4]
     *refs: Any,  # codes [L, E, N, K / 4] and scales [L, E, N, K / 32] of each matrix; parts
     choices: int,
@@ -261,7 +285,7 @@ def _matmul_kernel(
         pairs = rows_ref[block, :]
         live = pairs < out_refs[0].shape[1]
         rows = jnp.where(live, pairs, 0)[:, None] // choices
-        mask = jnp.broadcast_to(live[:, None], (BLOCK_ROWS, tiles.lanes))
+        mask = jnp.broadcast_to(live[:, None], (pairs.shape[0], tiles.lanes))
         outputs = pl.ds(first, tiles.outputs)
 
         def step(i: Any, sums: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
@@ -280,10 +304,10 @@ def _matmul_kernel(
                 totals.append(total)
             return tuple(totals)
 
-        zero = jnp.zeros((tiles.outputs, BLOCK_ROWS), jnp.float32)
+        zero = jnp.zeros((tiles.outputs, pairs.shape[0]), jnp.float32)
         sums = lax.fori_loop(0, steps // tiles.splits, step, (zero,) * count)
         columns = first + jnp.arange(tiles.outputs)[None, :]
-        store = jnp.broadcast_to(live[:, None], (BLOCK_ROWS, tiles.outputs))
+        store = jnp.broadcast_to(live[:, None], (pairs.shape[0], tiles.outputs))
         for ref, total in zip(out_refs, sums, strict=True):
             target = ref.at[split, pairs[:, None], columns]  # dead pairs lie past the end
             triton.store(target, (total * 2.0**gpu.SCALE_SHIFT).T, mask=store)
@@ -321,10 +345,6 @@ def _activate_kernel(
         return gpu.rounded(sum(parts[1:], parts[0]), compute)
 
     hidden = swiglu(total(gate_ref), total(up_ref), limit) * routing_ref[pair]
-    groups = gpu.rounded(hidden, compute).reshape(width // 32, 32)
-    amax = jnp.maximum(jnp.max(jnp.abs(groups), axis=1), 1e-4)
-    scale = decode_e8m0(power_of_two_exponent(amax * jnp.float32(1 / 448)))[:, None]
-    codes = jnp.clip(groups / scale, -448.0, 448.0).astype(jnp.float8_e4m3fn)
+    exact = rounded_groups(gpu.rounded(hidden, compute)).astype(jnp.bfloat16)
     column = first + jnp.arange(width)
-    exact = (codes.astype(jnp.float32) * scale).reshape(width).astype(jnp.bfloat16)
     triton.store(out_ref.at[pair, column % 4, column // 4], exact)

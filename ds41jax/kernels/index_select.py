@@ -19,7 +19,6 @@ from ds41jax.kernels import gpu
 from ds41jax.kernels.compute import Compute
 from ds41jax.kernels.linear import dot
 
-
 CHUNK = 8192  # scores that one program selects from
 BELOW = -(1 << 16)  # under every key of a score
 
@@ -226,7 +225,7 @@ def _best_kernel(scores_ref: Any, *refs: Any, k: int, width: int, among: int) ->
 def best_blocks(
     scores: jax.Array, visible: jax.Array, top_blocks: int, block: int, compute: Compute
 ) -> jax.Array:
-    """`candidate_blocks` of every query's scores [T, N] by the kernel: [T, ceil(N / block)] bool."""
+    """`candidate_blocks` of every query's scores [T, N] by the kernel: [T, blocks] bool."""
     t, n = scores.shape
     padded = jnp.pad(scores, ((0, 0), (0, -n % block)), constant_values=-jnp.inf)
     best = padded.reshape(t, -1, block).max(-1)

@@ -25,11 +25,13 @@ from jax.experimental.pallas import triton
 from ds41jax.formats import Format, QuantizedArray
 from ds41jax.formats.numerics import values
 from ds41jax.kernels import gpu
-from ds41jax.kernels.compute import Compute
+from ds41jax.kernels.compute import Compute, Phase
+from ds41jax.kernels.quantize import quantized_planes
 
 TILE, WIDE_TILE = 64, 128  # outputs a program; the wide one is for wide row tiles
 STEP = 128  # inputs a step
 ROW_TILES = (16, 32, 64)
+PREFILL_ROWS = 128
 MOST_SPLITS, MOST_SPLITS_OF_ONE_TILE = 16, 64
 PROGRAMS = 264  # two for each multiprocessor of the largest card: a sum is split until there are
 
@@ -54,7 +56,7 @@ def dot(x: jax.Array, w: jax.Array) -> jax.Array:
 
 def project(x: jax.Array, w: jax.Array, compute: Compute) -> jax.Array:
     """`dot` of rows x [T, in] with an unquantised weight. On a GPU `x` must fit bfloat16."""
-    return matmul(x[:, None], w, compute) if compute.on_gpu else dot(x, w)
+    return matmul(x[:, None, None], w, compute) if compute.on_gpu else dot(x, w)
 
 
 def linear(x: jax.Array, w: jax.Array, compute: Compute) -> jax.Array:
@@ -64,14 +66,15 @@ def linear(x: jax.Array, w: jax.Array, compute: Compute) -> jax.Array:
 
 def quantized_linear(x: jax.Array, w: Weight, compute: Compute) -> jax.Array:
     """A product with a quantised weight (`operand`); the input [T, in] is quantised to FP8."""
-    x = compute.fake_quantize(x, Format.FP8_GROUP)
-    return compute.round(matmul(x[:, None], w, compute) if compute.on_gpu else dot(x, w))
+    if compute.on_gpu:
+        return compute.round(matmul(quantized_planes(x, 2, compute)[:, None], w, compute))
+    return compute.round(dot(compute.fake_quantize(x, Format.FP8_GROUP), w))
 
 
 def grouped_linear(x: jax.Array, w: Weight, compute: Compute) -> jax.Array:
     """Block-diagonal product: x [T, G, in] by w [G * out, in] -> [T, G * out]; input as is."""
     if compute.on_gpu:
-        return compute.round(matmul(x, w, compute))
+        return compute.round(matmul(gpu.planes(x, 2), w, compute))
     rows, groups, _ = x.shape
     product = jnp.einsum(
         "tgd,grd->tgr",
@@ -99,12 +102,13 @@ class _Plan:
     groups: int
     rows: int
     quantized: bool
-    wide: bool = False  # float32 weights
+    wide: bool  # float32 weights
+    prefill: bool
 
     @property
     def tile(self) -> int:
         part = self.n // self.groups
-        tile = WIDE_TILE if self.quantized and self.row_tile > 32 else TILE
+        tile = WIDE_TILE if self.quantized and self.row_tile >= 64 else TILE
         return min(tile, part & -part) if self.groups > 1 or self.quantized else tile
 
     @property
@@ -114,6 +118,8 @@ class _Plan:
     @property
     def splits(self) -> int:
         """Parts of the sum over K: by shape alone, so that no row's order of sums ever changes."""
+        if self.prefill:
+            return 1
         steps, tiles = self.k // self.step, -(-self.n // TILE)
         most = MOST_SPLITS_OF_ONE_TILE if tiles == 1 else MOST_SPLITS
         fitting = [s for s in range(1, most + 1) if steps % s == 0]
@@ -122,31 +128,35 @@ class _Plan:
 
     @property
     def row_tile(self) -> int:
+        if self.prefill:
+            return PREFILL_ROWS if self.quantized else ROW_TILES[-1]
         return next((t for t in ROW_TILES if self.rows <= t), ROW_TILES[-1])
 
     @property
     def warps_and_stages(self) -> tuple[int, int]:
         """Within 99 KiB of shared memory, the most that sm_120 gives a program."""
+        if self.row_tile == PREFILL_ROWS:
+            return 8, 2
         if self.tile == WIDE_TILE:
             return 8, 3
         return 4, 4 if self.quantized else 3
 
 
 def matmul(x: jax.Array, w: Weight, compute: Compute) -> jax.Array:
-    """x [T, G, K], values that fit bfloat16, by w [N, K] -> [T, N] float32, by the kernel.
+    """x [T, G, planes, K / planes], values that fit bfloat16, by w [N, K] -> [T, N] float32.
 
-    Group g of x multiplies the g-th part of the outputs.
+    Group g of x multiplies the g-th part of the outputs. A quantised weight takes two planes.
     """
-    rows, groups, k = x.shape
+    rows, groups, _, _ = x.shape
+    k = w.shape[-1]
     x = x.astype(jnp.bfloat16)
     quantized = isinstance(w, QuantizedArray)
     wide = not quantized and w.dtype == jnp.float32
-    plan = _Plan(w.shape[-2], k, groups, rows, quantized, wide)
+    prefill = compute.phase is Phase.PREFILL
+    plan = _Plan(w.shape[-2], k, groups, rows, quantized, wide, prefill)
     if isinstance(w, QuantizedArray):
-        x = gpu.planes(x, 2)
         weights: tuple[jax.Array, ...] = gpu.stack(w)
     else:
-        x = x[:, :, None]
         weights = jnp.zeros(1, jnp.int32), w[None]
     kernel = functools.partial(_matmul_kernel, plan=plan, compute=compute)
     grid = (-(-rows // plan.row_tile), -(-plan.n // plan.tile), plan.splits)

@@ -26,14 +26,14 @@ from jax.experimental.pallas import triton
 
 from ds41jax.formats import Format, QuantizedArray, values
 from ds41jax.kernels import gpu
-from ds41jax.kernels.compute import Compute
+from ds41jax.kernels.compute import Compute, Phase
 from ds41jax.kernels.rows import map_rows
 
 BLOCK = 64
 
 HEAD_TILE = 16
 KEY_TILE = 64
-PART_TILES = 2  # key tiles of a program: by this constant alone, so that sums never change order
+PART_TILES = 2  # key tiles of a decoding program; prefill has programs enough without parts
 ROW_SHIFT = 16  # rows are held at 2^-16, so that every KV_FP4 scale fits BF16 with E2M1's bias
 LOG2E = 1.4426950408889634
 
@@ -157,11 +157,12 @@ class _Plan:
     tiles: int
     keys: int  # of a tile
     head_tile: int
+    part_tiles: int
     factor: float  # of the raw scores, for powers of two
 
     @property
     def parts(self) -> int:
-        return -(-self.tiles // PART_TILES)
+        return -(-self.tiles // self.part_tiles)
 
 
 def _attend_on_gpu(
@@ -183,13 +184,15 @@ def _attend_on_gpu(
     for pages, _ in rest:
         assert isinstance(pages, QuantizedArray) and pages.format is Format.KV_FP4
         operands += [gpu.lanes(pages.codes), pages.scales]
+    tiles = sum(i.shape[1] for i in index) // KEY_TILE
     plan = _Plan(
         heads=heads,
         width=width,
         ring_rows=ring.codes.shape[2],
         all_ring_rows=window.slots.shape[0] * ring.codes.shape[2],
         window_tiles=index[0].shape[1] // KEY_TILE,
-        tiles=sum(i.shape[1] for i in index) // KEY_TILE,
+        tiles=tiles,
+        part_tiles=tiles if compute.phase is Phase.PREFILL else PART_TILES,
         keys=KEY_TILE,
         head_tile=HEAD_TILE,
         factor=scale * LOG2E * 2.0**ROW_SHIFT,
@@ -270,7 +273,8 @@ def _attend_kernel(
         codes, scales = pages
         return add(_page_rows(codes, scales, index, live, lanes, compute), live, carry)
 
-    first, last = part * PART_TILES, jnp.minimum((part + 1) * PART_TILES, plan.tiles)
+    first = part * plan.part_tiles
+    last = jnp.minimum(first + plan.part_tiles, plan.tiles)
     zero = jnp.zeros((plan.head_tile, lanes), jnp.float32)
     start = jnp.full(plan.head_tile, -1e30, jnp.float32), jnp.zeros(plan.head_tile, jnp.float32)
     carry: tuple[Any, ...] = (*start, zero, zero, zero, zero)

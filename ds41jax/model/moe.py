@@ -6,17 +6,15 @@ Letters: T rows, D hidden size, F expert width, E experts, K experts a row.
 import jax
 import jax.numpy as jnp
 from flax import struct
-from jax import lax
 
 from ds41jax.config import ModelConfig
 from ds41jax.formats import Format, QuantizedArray
 from ds41jax.kernels.compute import REFERENCE, Compute
 from ds41jax.kernels.experts import expert_mlp, routed_experts
 from ds41jax.kernels.linear import operand, project
+from ds41jax.kernels.routing import choose_experts, expert_scores
 from ds41jax.kernels.rows import map_rows
 from ds41jax.model.tensors import spec
-
-ROUTING_EPS = 1e-20
 
 
 @struct.dataclass
@@ -79,7 +77,7 @@ def moe_specs(
 
 def router_scores(x: jax.Array, weight: jax.Array, compute: Compute = REFERENCE) -> jax.Array:
     """sqrt(softplus(x . w)) in float32: x [T, D], weight [E, D] -> [T, E]."""
-    return jnp.sqrt(jax.nn.softplus(project(x, weight, compute)))
+    return expert_scores(project(x, weight, compute))
 
 
 def route(
@@ -100,13 +98,10 @@ def route(
     Returns:
       expert ids [T, K] int32, best first, ties to the lower id, and weights [T, K] float32.
     """
-    scores = router_scores(x, weights.weight, compute)
-    biased = scores + jnp.where(is_image[:, None], weights.bias_vl, weights.bias)
-    _, ids = lax.top_k(biased, k)
-    chosen = jnp.take_along_axis(scores, ids, axis=1)
-    if config.norm_topk_prob:
-        chosen = chosen / (chosen.sum(-1, keepdims=True) + ROUTING_EPS)
-    return ids, chosen * config.routed_scaling_factor
+    products = project(x, weights.weight, compute)
+    bias = jnp.where(is_image[:, None], weights.bias_vl, weights.bias)
+    normalise, factor = config.norm_topk_prob, config.routed_scaling_factor
+    return choose_experts(products, bias, k, normalise, factor, compute)
 
 
 def moe(

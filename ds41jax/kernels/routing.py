@@ -1,0 +1,101 @@
+"""Which experts a row takes, and their weights, from the router's products.
+
+Letters: T rows, E experts, K experts a row.
+"""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton
+
+from ds41jax.kernels import gpu
+from ds41jax.kernels.compute import Compute
+
+ROUTING_EPS = 1e-20
+
+
+def expert_scores(products: jax.Array) -> jax.Array:
+    """sqrt(softplus(x . w)) in float32."""
+    return jnp.sqrt(jax.nn.softplus(products))
+
+
+def choose_experts(
+    products: jax.Array,
+    bias: jax.Array,
+    k: int,
+    normalise: bool,
+    factor: float,
+    compute: Compute,
+) -> tuple[jax.Array, jax.Array]:
+    """Chooses by biased score, weighs by unbiased score.
+
+    Args:
+      products: [T, E] float32 products with the router's weights; bias: [T, E].
+      normalise: whether a row's weights sum to `factor`.
+
+    Returns:
+      expert ids [T, K] int32, best first, ties to the lower id, and weights [T, K] float32.
+    """
+    if compute.on_gpu:
+        return _choose_on_gpu(products, bias, k, normalise, factor, compute)
+    scores = expert_scores(products)
+    _, ids = lax.top_k(scores + bias, k)
+    chosen = jnp.take_along_axis(scores, ids, axis=1)
+    if normalise:
+        chosen = chosen / (chosen.sum(-1, keepdims=True) + ROUTING_EPS)
+    return ids, chosen * factor
+
+
+def _choose_on_gpu(
+    products: jax.Array, bias: jax.Array, k: int, normalise: bool, factor: float, compute: Compute
+) -> tuple[jax.Array, jax.Array]:
+    rows, experts = products.shape
+    kernel = functools.partial(
+        _kernel,
+        experts=experts,
+        width=max(32, pl.next_power_of_2(experts)),
+        k=k,
+        normalise=normalise,
+        factor=factor,
+    )
+    shapes = (
+        jax.ShapeDtypeStruct((rows, k), jnp.int32),
+        jax.ShapeDtypeStruct((rows, k), jnp.float32),
+    )
+    ids, weights = gpu.call(kernel, compute, (rows,), shapes, warps=1, name="route")(products, bias)
+    return ids, weights
+
+
+def _kernel(
+    products_ref: Any,  # [T, E]
+    bias_ref: Any,
+    ids_ref: Any,  # [T, K]
+    weights_ref: Any,
+    *,
+    experts: int,
+    width: int,
+    k: int,
+    normalise: bool,
+    factor: float,
+) -> None:
+    row, expert = pl.program_id(0), jnp.arange(width)
+    live = expert < experts
+    at = jnp.where(live, expert, 0)
+    products = triton.load(products_ref.at[row, at], mask=live, other=0.0)
+    scores = jnp.sqrt(jnp.maximum(products, 0.0) + jnp.log1p(jnp.exp(-jnp.abs(products))))
+    biased = scores + triton.load(bias_ref.at[row, at], mask=live, other=0.0)
+    biased = jnp.where(live, biased, -jnp.inf)
+    ids, weights = [], []
+    for _ in range(k):
+        best = jnp.min(jnp.where(biased == jnp.max(biased), expert, width))
+        ids.append(best)
+        weights.append(jnp.sum(jnp.where(expert == best, scores, 0.0)))
+        biased = jnp.where(expert == best, -jnp.inf, biased)
+    total = sum(weights[1:], weights[0]) + ROUTING_EPS if normalise else 1.0
+    for place in range(k):
+        ids_ref[row, place] = ids[place]
+        weights_ref[row, place] = weights[place] / total * factor
