@@ -39,7 +39,10 @@ class Device:
         width = -(-options.context // PAGE_ROWS)
         sources = len(config.kv_source_layer_ids)
         self.page_tables = np.full((sources, options.max_active, width), pages, np.int32)
-        self.state = init_state(config, CacheShape(slots, pages), options.compute)
+        # Committed to the weights' device like every later state, so that no program sees two kinds.
+        (device,) = model.params.norm.devices()
+        state = init_state(config, CacheShape(slots, pages), options.compute)
+        self.state = jax.device_put(state, device)
         # Steps without constraints share one mask on the device: nothing is sent for them.
         rows = {shape.rows for shape in self.shapes}
         self._free_masks = {n: jnp.full((n, self.mask_words), -1, jnp.int32) for n in rows}

@@ -170,7 +170,10 @@ class Engine:
     def stats(self) -> EngineStats:
         """Counters and gauges, read without stopping the loop."""
         core = self._core
-        totals = dataclasses.asdict(core.counters)
+        totals = vars(core.counters) | {
+            "finished": dict(core.counters.finished),
+            "failed": dict(core.counters.failed),
+        }
         return EngineStats(
             active=len(core.active),
             waiting=self._waiting(),
