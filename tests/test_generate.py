@@ -8,6 +8,7 @@ from oracle import recorded
 
 import ds41jax.engine.generate as loop
 from ds41jax import GenerateOptions, SamplingParams, generate, stream_text
+from ds41jax.engine import steps
 from ds41jax.engine.session import Prompt, Session
 
 GREEDY = GenerateOptions(max_tokens=24)
@@ -114,3 +115,16 @@ def test_text_streams_in_whole_pieces(text_model, raw):
     assert "".join(pieces).rstrip("\ufffd") == generate(
         "naïve café", text_model, options
     ).text.rstrip("\ufffd")
+
+
+def test_prompts_of_every_length_share_the_programs_of_their_buckets(model):
+    """Lengths 1 to 70 and both prefill modes: one program a bucket, not one a length."""
+    programs = (steps.full_step, steps.encode_step, steps.suffix_step)
+    for length in (1, 8, 64, 70):
+        for bounded in (True, False):
+            Session(model, 100).prefill(Prompt.of_text([5] * length), bounded=bounded)
+    before = [program._cache_size() for program in programs]
+    for length in range(1, 70, 3):
+        for bounded in (True, False):
+            Session(model, 100).prefill(Prompt.of_text([5] * length), bounded=bounded)
+    assert [program._cache_size() for program in programs] == before
