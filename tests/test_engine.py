@@ -148,7 +148,7 @@ def test_exact_reuse_restarts_inside_a_long_prompt():
     assert run.tokens(number) == alone(changed)
 
 
-@pytest.mark.parametrize("length", [1, 7, 8, 9, 15, 16, 17, 129])
+@pytest.mark.parametrize("length", [1, 7, 8, 9, 15, 16, 17, 129, 255, 256, 257])
 def test_ring_phases_survive_reuse(length):
     run = Run()
     ids = prompt(15, length)
