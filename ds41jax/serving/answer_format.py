@@ -12,6 +12,7 @@ from ds41jax.serving.conversation import AnswerFormat, Prompt, ToolChoice
 from ds41jax.serving.errors import invalid
 
 MAX_PATTERN = 4096
+_UNGUIDED = "this server runs without the grammar library xgrammar, which that needs."
 _KEYS = {
     "text": {"type"},
     "json_object": {"type"},
@@ -74,14 +75,23 @@ def check(schema: Any, strict: bool, param: str) -> None:
         ) from error
 
 
-def constraint_of(prompt: Prompt, choice: ToolChoice, answer: AnswerFormat) -> Constraint | None:
-    """What the engine is to enforce for a conversation; raises `ApiError`."""
-    response = response_constraint(answer, prompt.thinking)
+def constraint_of(
+    prompt: Prompt, choice: ToolChoice, answer: AnswerFormat, guided: bool
+) -> Constraint | None:
+    """What the engine is to enforce for a conversation; raises `ApiError`.
+
+    Args:
+      guided: whether it can; without, tools that are merely offered go without a grammar.
+    """
+    response = response_constraint(answer, prompt.thinking, guided)
     if not prompt.tools:
         return response
-    free = choice.mode == "auto" and response is None and choice.parallel and not choice.assisted
-    if free and not any(tool["function"]["strict"] for tool in prompt.tools):
+    strict = any(tool["function"]["strict"] for tool in prompt.tools)
+    needed = choice.mode == "required" or response is not None or not choice.parallel or strict
+    if not needed and not (choice.assisted and guided):
         return None
+    if not guided:
+        raise invalid("tools", f"strict, required or single calls: {_UNGUIDED}", "unguided")
     wanted: Any = choice.mode
     try:
         return tool_constraint(
@@ -96,10 +106,12 @@ def constraint_of(prompt: Prompt, choice: ToolChoice, answer: AnswerFormat) -> C
         raise invalid("tools", str(error), "invalid_schema") from error
 
 
-def response_constraint(answer: AnswerFormat, thinking: bool) -> Constraint | None:
-    """The constraint of an answer that calls no tool; None for free text."""
+def response_constraint(answer: AnswerFormat, thinking: bool, guided: bool) -> Constraint | None:
+    """The constraint of an answer that calls no tool; None for free text. Raises `ApiError`."""
     if answer.kind == "text":
         return None
+    if not guided:
+        raise invalid(answer.param, f"{answer.param}: {_UNGUIDED}", "unguided")
     source = {"json_schema": json.dumps(answer.schema), "regex": answer.pattern}.get(
         answer.kind, ""
     )

@@ -1,6 +1,7 @@
 """The options of `ds41jax serve`, on the command line or in a TOML file."""
 
 import argparse
+import importlib.util
 import json
 import os
 import tomllib
@@ -148,6 +149,7 @@ def server_options(
         private_urls=args.private_image_urls,
         console_text=args.console_text,
         speculative=speculative,
+        guided=importlib.util.find_spec("xgrammar") is not None,
     )
 
 

@@ -23,6 +23,7 @@ from ds41jax.tokenizer import FILE_NAME
 
 KEEP_ALIVE_SECONDS = 75
 MAX_CONNECTIONS = 1024
+MAX_VIEWER_MESSAGE = 4096  # a viewer of the console has nothing to say
 
 
 def run(args: argparse.Namespace) -> int:
@@ -54,6 +55,7 @@ def _serve(
         timeout_keep_alive=KEEP_ALIVE_SECONDS,
         limit_concurrency=MAX_CONNECTIONS,
         server_header=False,
+        ws_max_size=MAX_VIEWER_MESSAGE,
     )
     host, port = listener.getsockname()[:2]
     shown = "localhost" if host in ("0.0.0.0", "::") else host
@@ -99,6 +101,7 @@ def _print_plan(
         ("drafts", drafts if options.speculative else "off"),
         ("requests", f"{engine.max_active} run, {engine.max_queue + options.queue_depth} may wait"),
         ("context", f"{engine.context} tokens; cache of {engine.pool_tokens} tokens in all"),
+        ("grammars", "yes" if options.guided else "no: xgrammar is not installed"),
         ("sampling", f"temperature {sampling.temperature:g}, top_p {sampling.top_p:g} by default"),
         ("API key", "needed" if options.api_key else "none: open to everyone who reaches the port"),
         ("device", f"{jax.devices()[0].device_kind}, {jax.device_count()}"),

@@ -30,7 +30,6 @@ MAX_PIXELS = 64_000_000  # a decoded image of this size takes 192 MB
 TOTAL_SECONDS = 60
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF")
 _DATA_URL = re.compile(r"data:image/(?:png|jpe?g|webp|gif)(?:;[\w=-]+)*?(;base64)?,", re.IGNORECASE)
-_decoders = asyncio.Semaphore(4)
 
 
 @dataclass(frozen=True)
@@ -42,11 +41,15 @@ class LoadedImage:
 
 
 async def load_images(
-    sources: Sequence[recipe.ImageSource], vision: VisionConfig | None, private: bool
+    sources: Sequence[recipe.ImageSource],
+    vision: VisionConfig | None,
+    decoders: asyncio.Semaphore,
+    private: bool,
 ) -> list[LoadedImage]:
     """The images of a prompt.
 
     Args:
+      decoders: bounds how many images are decoded at once.
       private: allow URLs that lead to addresses which are not public.
 
     Raises:
@@ -68,8 +71,12 @@ async def load_images(
     if total > MAX_TOTAL_BYTES:
         raise invalid("messages", f"images of {total} bytes; the limit is {MAX_TOTAL_BYTES}.")
     paths = [source.path.lstrip(".") for source in sources]
-    decoded = (_decoded(data, path, vision) for data, path in zip(loaded, paths, strict=True))
-    return list(await asyncio.gather(*decoded))
+
+    async def decoded(data: bytes, path: str) -> LoadedImage:
+        async with decoders:
+            return await asyncio.to_thread(_decode, data, path, vision)
+
+    return list(await asyncio.gather(*map(decoded, loaded, paths)))
 
 
 def place_images(
@@ -112,11 +119,6 @@ def _from_data_url(url: str, path: str) -> bytes:
         return base64.b64decode(body + "=" * (-len(body) % 4), validate=True)
     except (binascii.Error, ValueError) as error:
         raise _fault(path, "the data URL is not valid base64") from error
-
-
-async def _decoded(data: bytes, path: str, vision: VisionConfig) -> LoadedImage:
-    async with _decoders:
-        return await asyncio.to_thread(_decode, data, path, vision)
 
 
 def _decode(data: bytes, path: str, vision: VisionConfig) -> LoadedImage:

@@ -2,7 +2,6 @@
 
 import dataclasses
 import time
-from collections import Counter
 from typing import Any
 
 from litestar import Request, Response, get
@@ -100,8 +99,6 @@ def engine_statistics(server: Server) -> dict[str, Any]:
 
 def _plain(value: Any) -> Any:
     """The value with names for keys, as JSON has them."""
-    if isinstance(value, Counter) and all(isinstance(key, tuple) for key in value):
-        value = dict(value.keys())  # before Python 3.12, `asdict` counts the items of a counter
     if isinstance(value, dict):
         return {str(key): _plain(item) for key, item in value.items()}
     return [_plain(item) for item in value] if isinstance(value, list | tuple) else value

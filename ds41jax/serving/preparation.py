@@ -58,7 +58,8 @@ async def encode_prompt(server: Server, incoming: Incoming, size: int) -> Encode
     prompt, ids = await off_loop(size, _encode, server, incoming)
     if prompt is None:
         return EncodedPrompt(ids)
-    images = await load_images(prompt.images, server.config.vision, server.options.private_urls)
+    private = server.options.private_urls
+    images = await load_images(prompt.images, server.config.vision, server.decoders, private)
     placed_ids, placed = place_images(ids, images, server.config.image_token_id)
     return EncodedPrompt(placed_ids, placed, prompt)
 
@@ -98,14 +99,14 @@ async def prepare(server: Server, incoming: Incoming, size: int) -> Prepared:
     if prompt is None or incoming.conversation is None:
         answer, must_call = incoming.answer, False
         plan = ParsePlan(start="text", stop=settings.stop)
-        constraint = response_constraint(answer, thinking=False)
+        constraint = response_constraint(answer, False, options.guided)
     else:
         answer, choice = incoming.conversation.answer, incoming.conversation.choice
         must_call = choice.mode == "required" and bool(prompt.tools)
         plan = ParsePlan(
             prompt.start, bool(prompt.tools), answer.kind == "json_object", settings.stop
         )
-        constraint = constraint_of(prompt, choice, answer)
+        constraint = constraint_of(prompt, choice, answer, server.options.guided)
     request = Request(
         token_ids=tuple(encoded.ids),
         max_tokens=limit,

@@ -1,5 +1,6 @@
 """What the routes share: the engine, the options, what is going on."""
 
+import asyncio
 import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
@@ -19,6 +20,7 @@ from ds41jax.tokenizer import Tokenizer
 MODEL_NAME = "deepseek-ai/DeepSeek-V4.1-Flash"
 ALIASES = ("DeepSeek-V4.1-Flash", "deepseek-v4.1-flash")
 MAX_OUTPUT_TOKENS = 393_216
+MAX_DECODERS = 4  # images that are decoded at once
 
 
 class Handle(Protocol):
@@ -73,6 +75,7 @@ class ServerOptions:
       private_urls: images may be fetched from addresses that are not public.
       console_text: the console shows prompts and answers.
       speculative: named in the fingerprint.
+      guided: the grammar library is there; without it nothing can be constrained.
     """
 
     model_name: str = MODEL_NAME
@@ -86,6 +89,7 @@ class ServerOptions:
     private_urls: bool = False
     console_text: bool = False
     speculative: bool = False
+    guided: bool = True
 
 
 class Server:
@@ -101,6 +105,7 @@ class Server:
         self.tokenizer = tokenizer
         self.decoder = recipe.Tokenizer.from_str(tokenizer.to_json().decode())
         self.gate = Gate(engine.submit, options.queue_depth, options.queue_wait_seconds)
+        self.decoders = asyncio.Semaphore(MAX_DECODERS)
         self.activity = Activity(with_text=options.console_text)
         self.started = time.time()
         self.draining = False

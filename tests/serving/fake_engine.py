@@ -6,7 +6,6 @@ or an `EngineError` to fail with.
 
 import asyncio
 import itertools
-from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -62,7 +61,7 @@ class FakeStats:
     active: int = 0
     waiting: int = 0
     pool: dict[str, int] = field(default_factory=lambda: {"pages": 64, "free": 60})
-    finished: Counter[str] = field(default_factory=lambda: Counter(stop=2))
+    finished: dict[str, int] = field(default_factory=lambda: {"stop": 2})
     accepted_by_position: list[int] = field(default_factory=lambda: [5, 3, 1])
 
 

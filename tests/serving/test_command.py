@@ -1,6 +1,7 @@
 """`ds41jax serve` and `ds41jax clients` as a person starts them."""
 
 import argparse
+import json
 import os
 import signal
 import subprocess
@@ -13,6 +14,7 @@ import pytest
 
 from ds41jax.checkpoint.presets import tiny_config
 from ds41jax.checkpoint.synthetic import make_checkpoint
+from ds41jax.serving import clients_command
 from ds41jax.serving.arguments import add_arguments, generation_config, read_key
 
 MAIN = [sys.executable, "-c", "from ds41jax.cli import main; raise SystemExit(main())"]
@@ -64,6 +66,16 @@ def test_dry_run(folder: Path) -> None:
     assert done.returncode == 0 and "page pool" in done.stdout
     done = subprocess.run([*command, "nowhere"], capture_output=True, text=True, timeout=120)
     assert done.returncode == 1 and "--listen" in done.stderr
+
+
+def test_clients(capsys: pytest.CaptureFixture[str]) -> None:
+    parser = argparse.ArgumentParser()
+    clients_command.add_arguments(parser)
+    assert clients_command.run(parser.parse_args(["--url", "http://x:1/", "--key", "k"])) == 0
+    text = capsys.readouterr().out
+    pi = text[text.index("{\n") : text.index("\n}\n") + 2]
+    assert json.loads(pi)["providers"]["ds41jax"]["baseUrl"] == "http://x:1/v1"
+    assert 'anthropic.Anthropic(base_url="http://x:1", api_key="k")' in text
 
 
 def _parse(*arguments: str) -> argparse.Namespace:

@@ -184,6 +184,22 @@ def test_draining(official: Tokenizer) -> None:
         assert not thread.is_alive()
 
 
+def test_without_the_grammar_library(official: Tokenizer) -> None:
+    """Tools that are offered work; what only a grammar can promise is refused."""
+    engine = FakeEngine(official, script_of(official, f"thought</think>{CALL}"))
+    with running(engine, guided=False) as url, httpx.Client(base_url=url) as client:
+        path, body = "/v1/chat/completions", {**BODY, "tools": [WEATHER]}
+        assert client.post(path, json=body).status_code == 200
+        assert engine.requests[-1].constraint is None
+        for more in (
+            {"tool_choice": "required"},
+            {"parallel_tool_calls": False},
+            {"response_format": {"type": "regex", "regex": "a"}},
+        ):
+            answer = client.post(path, json={**body, **more})
+            assert answer.status_code == 400 and "xgrammar" in answer.text
+
+
 def test_interleaved_streams_keep_apart(official: Tokenizer) -> None:
     """B013: the parser's state belongs to the request."""
     engine = FakeEngine(official, script_of(official, f"thought</think>{CALL}", delay=0.001))
