@@ -203,7 +203,7 @@ def test_a_prompt_is_only_reused_with_its_own_images():
 
 
 def test_a_snapshot_comes_back_from_host_memory():
-    """The device has given everything up; the host still has the prompt, its rings and its pages."""
+    """The device gave everything up; the host still has the prompt, its rings and its pages."""
     run = Run(host_snapshots=8, host_tokens=4096)
     old = request(prompt(40, 50), 4)
     run.all([old, request(prompt(41, 30), 2)])
