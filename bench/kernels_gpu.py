@@ -223,6 +223,15 @@ def small_cases() -> Iterator[Case]:
         yield Case("route", rows, route, (products,), floor, 1, route_expected)
 
 
+GROUPS = {
+    "experts": expert_cases,
+    "dense": dense_cases,
+    "attention": attention_cases,
+    "index": index_cases,
+    "small": small_cases,
+}
+
+
 def measure(cases: list[Case], bandwidth: float) -> Iterator[dict[str, Any]]:
     """Compiles all cases at once, checks each and times it."""
     programs = [jax.jit(c.run).lower(*c.args) for c in cases]
@@ -257,10 +266,11 @@ def measure(cases: list[Case], bandwidth: float) -> Iterator[dict[str, Any]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--only", nargs="+", choices=GROUPS, default=list(GROUPS))
     options = parser.parse_args()
     bandwidth = copy_bandwidth(2)
     records: list[dict[str, Any]] = []
-    for group in (expert_cases, dense_cases, attention_cases, index_cases, small_cases):
+    for group in (GROUPS[name] for name in options.only):
         for record in measure(list(group()), bandwidth):
             records.append(record)
             print({k: v for k, v in record.items() if k != "kernels"}, flush=True)

@@ -171,6 +171,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--context", type=int, nargs="+", default=[65536])
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 6, 16, 96])
+    parser.add_argument("--layers", type=int, nargs="+", default=list(range(len(KINDS))))
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()
     config, compute = six_layers(), Compute(kernels=Kernels.PALLAS)
@@ -185,7 +186,7 @@ def main() -> None:
             pages = int(batch.page_tables.size)
             state = random_caches(init_state(config, CacheShape(sequences, pages), compute))
             carry = start_carry(batch, state, config, compute)
-            for index, kind in enumerate(KINDS):
+            for index, kind in ((i, KINDS[i]) for i in options.layers):
                 begun = time.perf_counter()
                 seconds, kernels, carry = layer_seconds(
                     index, params, carry, batch, config, compute

@@ -19,6 +19,7 @@ from ds41jax.kernels import gpu
 from ds41jax.kernels.compute import Compute
 from ds41jax.kernels.linear import dot
 
+KEY_TILE = 128  # keys that one program scores
 CHUNK = 8192  # scores that one program selects from
 BELOW = -(1 << 16)  # under every key of a score
 
@@ -108,14 +109,16 @@ def paged_index_scores(
     Returns:
       [T, N] float32 scores, -inf where not visible.
     """
-    t, heads, d = q.shape
+    t, heads, _ = q.shape
     pages, rows = keys.table.shape[1], keys.pages.shape[1]
     padded = max(16, pl.next_power_of_2(heads))
     q = jnp.pad(q.astype(jnp.bfloat16), ((0, 0), (0, padded - heads), (0, 0)))
     weights = jnp.pad(head_weights.astype(jnp.float32), ((0, 0), (0, padded - heads)))
-    kernel = functools.partial(_score_kernel, rows=rows, lanes=d // 4, compute=compute)
+    tile = min(KEY_TILE, rows)
+    kernel = functools.partial(_score_kernel, rows=rows, tile=tile, compute=compute)
     out = jax.ShapeDtypeStruct((t, pages * rows), jnp.float32)
-    run = gpu.call(kernel, compute, (pages, t), out, warps=4, stages=1, name="index_scores")
+    grid = (pages * rows // tile, t)
+    run = gpu.call(kernel, compute, grid, out, warps=4, stages=1, name="index_scores")
     codes, scales = gpu.lanes(keys.pages.codes), keys.pages.scales
     return run(gpu.planes(q, 4), weights, sequences, visible, keys.table, codes, scales)
 
@@ -131,29 +134,30 @@ def _score_kernel(
     out_ref: Any,  # [T, N]
     *,
     rows: int,
-    lanes: int,
+    tile: int,
     compute: Compute,
 ) -> None:
-    place, query = pl.program_id(0), pl.program_id(1)
-    first = place * rows
+    query = pl.program_id(1)
+    first = pl.program_id(0) * tile
     visible = visible_ref[query]
-    here = pl.ds(first, rows)
+    here = pl.ds(first, tile)
 
     @pl.when(first >= visible)
     def _() -> None:
-        out_ref[query, here] = jnp.full(rows, -jnp.inf, jnp.float32)
+        out_ref[query, here] = jnp.full(tile, -jnp.inf, jnp.float32)
 
     @pl.when(first < visible)
     def _() -> None:
-        page = table_ref[sequences_ref[query], place]
-        factors = gpu.expand(gpu.e8m0_factor(scales_ref[page, :, :], 126), 8)
-        planes = gpu.decode_e2m1_lanes(codes_ref[page, :, :], factors, compute)
+        page = table_ref[sequences_ref[query], first // rows]
+        keys = pl.ds(first % rows, tile)
+        factors = gpu.expand(gpu.e8m0_factor(scales_ref[page, keys, :], 126), 8)
+        planes = gpu.decode_e2m1_lanes(codes_ref[page, keys, :], factors, compute)
         parts = [gpu.dot(q_ref[query, :, j, :], planes[j].T) for j in range(4)]
         scores = gpu.rounded(sum(parts[1:], parts[0]) * 2.0**gpu.SCALE_SHIFT, compute)
         weighted = jnp.maximum(scores, 0.0) * weights_ref[query, :][:, None]
         total = jnp.sum(gpu.rounded(weighted, compute), axis=0)
         total = gpu.rounded(total, compute) + 0.0  # -0 would lose its ties against +0
-        seen = first + jnp.arange(rows) < visible
+        seen = first + jnp.arange(tile) < visible
         out_ref[query, here] = jnp.where(seen, total, -jnp.inf)
 
 

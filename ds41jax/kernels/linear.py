@@ -18,6 +18,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from flax import struct
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
@@ -34,6 +35,15 @@ ROW_TILES = (16, 32, 64)
 PREFILL_ROWS = 128
 MOST_SPLITS, MOST_SPLITS_OF_ONE_TILE = 16, 64
 PROGRAMS = 264  # two for each multiprocessor of the largest card: a sum is split until there are
+
+
+@struct.dataclass
+class StackEntry:
+    """Entry `layer` of a stack of unquantised matrices [L, N, K], for kernels to read in place."""
+
+    stack: jax.Array
+    layer: jax.Array | int
+
 
 Weight = Any  # QuantizedArray, jax.Array, or values of a quantised one on the jnp path
 
@@ -61,20 +71,22 @@ def project(x: jax.Array, w: jax.Array, compute: Compute) -> jax.Array:
 
 def linear(x: jax.Array, w: jax.Array, compute: Compute) -> jax.Array:
     """A product with an unquantised weight, rounded once. x [T, in], w [out, in]."""
-    return compute.round(project(x, w, compute))
+    if compute.on_gpu:
+        return matmul(x[:, None, None], w, compute, rounded=True)
+    return compute.round(dot(x, w))
 
 
 def quantized_linear(x: jax.Array, w: Weight, compute: Compute) -> jax.Array:
     """A product with a quantised weight (`operand`); the input [T, in] is quantised to FP8."""
     if compute.on_gpu:
-        return compute.round(matmul(quantized_planes(x, 2, compute)[:, None], w, compute))
+        return matmul(quantized_planes(x, 2, compute)[:, None], w, compute, rounded=True)
     return compute.round(dot(compute.fake_quantize(x, Format.FP8_GROUP), w))
 
 
 def grouped_linear(x: jax.Array, w: Weight, compute: Compute) -> jax.Array:
     """Block-diagonal product: x [T, G, in] by w [G * out, in] -> [T, G * out]; input as is."""
     if compute.on_gpu:
-        return compute.round(matmul(gpu.planes(x, 2), w, compute))
+        return matmul(gpu.planes(x, 2), w, compute, rounded=True)
     rows, groups, _ = x.shape
     product = jnp.einsum(
         "tgd,grd->tgr",
@@ -142,28 +154,41 @@ class _Plan:
         return 4, 4 if self.quantized else 3
 
 
-def matmul(x: jax.Array, w: Weight, compute: Compute) -> jax.Array:
-    """x [T, G, planes, K / planes], values that fit bfloat16, by w [N, K] -> [T, N] float32.
+def matmul(x: jax.Array, w: Weight, compute: Compute, rounded: bool = False) -> jax.Array:
+    """x [T, G, planes, K / planes], values that fit bfloat16, by w [N, K] -> [T, N].
 
-    Group g of x multiplies the g-th part of the outputs. A quantised weight takes two planes.
+    Group g of x multiplies the g-th part of the outputs. A quantised weight takes two planes. The
+    result is float32, or `rounded` once to bfloat16.
     """
-    rows, groups, _, _ = x.shape
-    k = w.shape[-1]
-    x = x.astype(jnp.bfloat16)
+    rows, groups, count, width = x.shape
     quantized = isinstance(w, QuantizedArray)
-    wide = not quantized and w.dtype == jnp.float32
-    prefill = compute.phase is Phase.PREFILL
-    plan = _Plan(w.shape[-2], k, groups, rows, quantized, wide, prefill)
-    if isinstance(w, QuantizedArray):
-        weights: tuple[jax.Array, ...] = gpu.stack(w)
-    else:
-        weights = jnp.zeros(1, jnp.int32), w[None]
+    weights = _in_place(w)
+    plan = _Plan(
+        n=weights[1].shape[-2],
+        k=count * width,
+        groups=groups,
+        rows=rows,
+        quantized=quantized,
+        wide=weights[1].dtype == jnp.float32,
+        prefill=compute.phase is Phase.PREFILL,
+    )
     kernel = functools.partial(_matmul_kernel, plan=plan, compute=compute)
     grid = (-(-rows // plan.row_tile), -(-plan.n // plan.tile), plan.splits)
-    out = jax.ShapeDtypeStruct((plan.splits, rows, plan.n), jnp.float32)
+    dtype = jnp.bfloat16 if rounded and plan.splits == 1 else jnp.float32
+    out = jax.ShapeDtypeStruct((plan.splits, rows, plan.n), dtype)
     warps, stages = plan.warps_and_stages
     run = gpu.call(kernel, compute, grid, out, warps=warps, stages=stages, name="matmul")
-    return gpu.add_parts(run(x, *weights))
+    total = gpu.add_parts(run(x.astype(jnp.bfloat16), *weights))
+    return compute.round(total) if rounded else total
+
+
+def _in_place(w: Weight) -> tuple[jax.Array, ...]:
+    """(layer [1], stack of codes or values, and scales if quantised), nothing moved."""
+    if isinstance(w, QuantizedArray):
+        return gpu.stack(w)
+    if isinstance(w, StackEntry):
+        return jnp.asarray(w.layer, jnp.int32).reshape(1), w.stack
+    return jnp.zeros(1, jnp.int32), w[None]
 
 
 def _matmul_kernel(x_ref: Any, layer_ref: Any, *refs: Any, plan: _Plan, compute: Compute) -> None:
@@ -197,7 +222,7 @@ def _matmul_kernel(x_ref: Any, layer_ref: Any, *refs: Any, plan: _Plan, compute:
     outputs = first + jnp.arange(plan.tile)[None, :]
     store = live[:, None] & (outputs < plan.n)
     target = jnp.where(live, rows, plan.rows)[:, None]  # dead rows point past the end
-    triton.store(out_ref.at[split, target, outputs], total.T, mask=store)
+    triton.store(out_ref.at[split, target, outputs], total.T.astype(out_ref.dtype), mask=store)
 
 
 def _weight_tile(

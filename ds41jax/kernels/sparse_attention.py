@@ -198,16 +198,16 @@ def _attend_on_gpu(
         factor=scale * LOG2E * 2.0**ROW_SHIFT,
     )
     padded_heads = -(-heads // HEAD_TILE) * HEAD_TILE
-    q = jnp.pad(gpu.planes(q, 4), ((0, 0), (0, padded_heads - heads), (0, 0), (0, 0)))
+    q = jnp.pad(q, ((0, 0), (0, padded_heads - heads), (0, 0)))
     scalar = jax.ShapeDtypeStruct((plan.parts, t, padded_heads), jnp.float32)
-    shape = (plan.parts, t, padded_heads, 4, width // 4)
+    shape = (plan.parts, t, padded_heads, width)
     shapes = (jax.ShapeDtypeStruct(shape, jnp.bfloat16), scalar, scalar)
     kernel = functools.partial(_attend_kernel, plan=plan, compute=compute)
     grid = (padded_heads // HEAD_TILE, plan.parts, t)
     run = gpu.call(kernel, compute, grid, shapes, warps=4, stages=2, name="sparse_attention")
-    out, top, total = run(q, jnp.concatenate(index, axis=1), *operands)
+    out, top, total = run(q, index[0], *operands, *index[1:])
     merged = _merge(out[:, :, :heads], top[:, :, :heads], total[:, :, :heads], sink)
-    return compute.round(jnp.moveaxis(merged, -1, -2).reshape(t, heads, width))
+    return compute.round(merged)
 
 
 def _padded(index: jax.Array) -> jax.Array:
@@ -216,31 +216,34 @@ def _padded(index: jax.Array) -> jax.Array:
 
 
 def _merge(out: jax.Array, top: jax.Array, total: jax.Array, sink: jax.Array) -> jax.Array:
-    """Parts [parts, T, H, 4, D / 4] and their tops and sums [parts, T, H] to one, with the sink."""
+    """Parts [parts, T, H, D] and their tops and sums [parts, T, H] to one, with the sink."""
     highest = functools.reduce(jnp.maximum, top)
     weights = total * jnp.exp2(top - highest)
     bottom = gpu.add_parts(weights) + jnp.exp2(sink * LOG2E - highest)
-    return gpu.add_parts(out.astype(jnp.float32) * (weights / bottom)[..., None, None])
+    return gpu.add_parts(out.astype(jnp.float32) * (weights / bottom)[..., None])
 
 
 def _attend_kernel(
-    q_ref: Any,  # [T, heads, 4, D / 4]
-    index_ref: Any,  # [T, keys]
+    q_ref: Any,  # [T, heads, D]
+    window_ref: Any,  # [T, W]
     layer_ref: Any,
     slots_ref: Any,  # [B]
     ring_ref: Any,  # [L, S, R, D / 4] four codes a lane
     ring_scales: Any,
     step_ref: Any,
     step_scales: Any,
-    *refs: Any,  # pages [N, D / 4] and their scales, if any; then the outputs
+    *refs: Any,  # pages [N, D / 4], their scales and their index [T, K], if any; then the outputs
     plan: _Plan,
     compute: Compute,
 ) -> None:
     *pages, out_ref, top_ref, total_ref = refs
     part, query = pl.program_id(1), pl.program_id(2)
-    heads = pl.ds(pl.program_id(0) * plan.head_tile, plan.head_tile)
+    first_head = pl.program_id(0) * plan.head_tile
+    heads = pl.ds(first_head, plan.head_tile)
+    rows_of_heads = first_head + jnp.arange(plan.head_tile)[:, None]
     lanes = plan.width // 4
-    q = [q_ref[query, heads, j, :] for j in range(4)]
+    columns = 4 * jnp.arange(lanes)[None, :]
+    q = [q_ref[query, rows_of_heads, columns + j] for j in range(4)]
 
     def add(rows: list[jax.Array], live: Any, carry: tuple[Any, ...]) -> tuple[Any, ...]:
         top, total, *sums = carry
@@ -253,12 +256,12 @@ def _attend_kernel(
         sums = [s * decay[:, None] + gpu.dot(weights, rows[j]) for j, s in enumerate(sums)]
         return new_top, total * decay + jnp.sum(p, axis=1), *sums
 
-    def chosen(tile: Any) -> tuple[Any, Any]:
-        index = index_ref[query, pl.ds(tile * plan.keys, plan.keys)]
+    def chosen(ref: Any, tile: Any) -> tuple[Any, Any]:
+        index = ref[query, pl.ds(tile * plan.keys, plan.keys)]
         return index, index >= 0
 
     def add_window(tile: Any, carry: tuple[Any, ...]) -> tuple[Any, ...]:
-        index, live = chosen(tile)
+        index, live = chosen(window_ref, tile)
         in_ring = live & (index < plan.all_ring_rows)
         sequence = jnp.where(in_ring, index, 0) // plan.ring_rows
         slot = triton.load(slots_ref.at[sequence])[:, None]
@@ -269,8 +272,8 @@ def _attend_kernel(
         return add(_ring_rows(stores, lanes), live, carry)
 
     def add_pages(tile: Any, carry: tuple[Any, ...]) -> tuple[Any, ...]:
-        index, live = chosen(tile)
-        codes, scales = pages
+        codes, scales, index_ref = pages
+        index, live = chosen(index_ref, tile - plan.window_tiles)
         return add(_page_rows(codes, scales, index, live, lanes, compute), live, carry)
 
     first = part * plan.part_tiles
@@ -284,7 +287,7 @@ def _attend_kernel(
     top, total, *sums = carry
     unit = 2.0**ROW_SHIFT / jnp.maximum(total, 1e-30)[:, None]
     for j, s in enumerate(sums):
-        out_ref[part, query, heads, j, :] = (s * unit).astype(jnp.bfloat16)
+        out_ref[part, query, rows_of_heads, columns + j] = (s * unit).astype(jnp.bfloat16)
     top_ref[part, query, heads] = top
     total_ref[part, query, heads] = total
 

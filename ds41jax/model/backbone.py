@@ -110,7 +110,7 @@ def layer(
         )
         return out
 
-    weights = at_layer(params.layers, index)
+    weights = at_layer(params.layers, index, in_place=compute.on_gpu)
     k = config.num_experts_per_tok
     stream, pre = block(stream, carry.pre, batch.is_image, attend, weights, k, config, compute)
     return Carry(stream=stream, pre=pre, state=state, selection=selection, taps=taps)

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ds41jax.formats import Format, QuantizedArray
+from ds41jax.kernels.linear import StackEntry
 
 StorageFormat = str | Format  # "f32", "bf16" or a quantised format
 
@@ -103,11 +104,18 @@ def spec(name: str, shape: tuple[int, ...], format: StorageFormat, **stack: Any)
     return TensorSpec(name, shape, format, **stack)
 
 
-def at_layer(weights: Any, layer: Any) -> Any:
-    """Entry `layer` of every stacked weight; quantised ones are only pointed at, not moved."""
+def at_layer(weights: Any, layer: Any, in_place: bool = False) -> Any:
+    """Entry `layer` of every stacked weight; quantised ones are only pointed at, not moved.
+
+    `in_place` points at other matrices too (`StackEntry`): for kernels, which read them there.
+    """
 
     def take(leaf: Any) -> Any:
-        return leaf.at_layer(layer) if isinstance(leaf, QuantizedArray) else leaf[layer]
+        if isinstance(leaf, QuantizedArray):
+            return leaf.at_layer(layer)
+        if in_place and leaf.ndim == 3:
+            return StackEntry(leaf, layer)
+        return leaf[layer]
 
     return jax.tree.map(take, weights, is_leaf=lambda leaf: isinstance(leaf, QuantizedArray))
 
