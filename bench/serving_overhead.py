@@ -85,9 +85,11 @@ class StubEngine:
         return argparse.Namespace()
 
 
-async def _client(port: int, number: int) -> tuple[float, list[float]]:
+async def _client(
+    connection: tuple[asyncio.StreamReader, asyncio.StreamWriter], number: int
+) -> tuple[float, list[float]]:
     """(when the request was sent, when each frame with text arrived)."""
-    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    reader, writer = connection
     fields = {"model": MODEL, "stream": True, "reasoning_effort": "none", "max_tokens": 4000}
     messages = [{"role": "user", "content": f"client {number}"}]
     body = json.dumps({**fields, "messages": messages}).encode()
@@ -100,14 +102,16 @@ async def _client(port: int, number: int) -> tuple[float, list[float]]:
         if b'"delta":{"content"' in line:
             arrived.append(time.monotonic())
         if not line or line.startswith(b"data: [DONE]"):
-            writer.close()
+            await reader.readuntil(b"0\r\n\r\n")  # the end of the body: the connection is kept
             return sent, arrived
 
 
 def _clients(port: int, concurrency: int, results: Any) -> None:
     async def all_of_them() -> list[tuple[float, list[float]]]:
-        await asyncio.gather(*(_client(port, n) for n in range(concurrency)))  # to warm up
-        return await asyncio.gather(*(_client(port, n) for n in range(concurrency)))
+        opened = [await asyncio.open_connection("127.0.0.1", port) for _ in range(concurrency)]
+        for _ in range(2):  # the first time warms up
+            received = await asyncio.gather(*(_client(c, n) for n, c in enumerate(opened)))
+        return received
 
     results.put(asyncio.run(all_of_them()))
 

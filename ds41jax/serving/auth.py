@@ -13,8 +13,13 @@ from ds41jax.serving.errors import ApiError
 OPEN = "open"  # a route's opt: served without a key
 
 
-def require_key(connection: ASGIConnection[Any, Any, Any, Any], handler: BaseRouteHandler) -> None:
-    """A Litestar guard; raises `ApiError` 401 without the right key."""
+async def require_key(
+    connection: ASGIConnection[Any, Any, Any, Any], handler: BaseRouteHandler
+) -> None:
+    """A Litestar guard; raises `ApiError` 401 without the right key.
+
+    Asynchronous since Litestar runs other guards in a thread, which costs more than the check.
+    """
     key = connection.app.state.server.options.api_key
     if key is None or handler.opt.get(OPEN):
         return
