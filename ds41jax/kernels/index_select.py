@@ -19,7 +19,7 @@ from ds41jax.kernels import gpu
 from ds41jax.kernels.compute import Compute
 from ds41jax.kernels.linear import dot
 
-KEY_TILE = 128  # keys that one program scores
+KEY_TILE = 64  # keys that one program scores
 CHUNK = 8192  # scores that one program selects from
 BELOW = -(1 << 16)  # under every key of a score
 
