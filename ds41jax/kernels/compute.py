@@ -1,5 +1,6 @@
 """Static choices of how the model computes: which rounding, which kernels."""
 
+import dataclasses
 import enum
 from dataclasses import dataclass
 from typing import Any
@@ -35,6 +36,17 @@ class Compute:
     numerics: Numerics = Numerics.REFERENCE
     kernels: Kernels = Kernels.JNP
     phase: Phase = Phase.DECODE
+
+    def __post_init__(self) -> None:
+        if self.on_gpu and self.numerics is not Numerics.REFERENCE:
+            raise ValueError(
+                f"the kernels round as trained, so not {self.numerics.value!r} numerics"
+            )
+
+    @property
+    def defined(self) -> "Compute":
+        """The same with the operations' definitions, for what has no kernel."""
+        return dataclasses.replace(self, kernels=Kernels.JNP)
 
     @property
     def on_gpu(self) -> bool:

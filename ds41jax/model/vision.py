@@ -199,7 +199,7 @@ def vit_attention(
         probabilities = jax.nn.softmax(scores, axis=-1)
         return jnp.einsum("htn,nhk->thk", probabilities, v, precision=lax.Precision.HIGHEST)
 
-    mixed = compute.round(map_rows(compute, attend, q, tile=QUERY_TILE))
+    mixed = compute.round(map_rows(compute.defined, attend, q, tile=QUERY_TILE))
     return affine(mixed.reshape(x.shape), weights.wo, compute)
 
 
