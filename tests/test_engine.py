@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from oracle import recorded, tiny_model
 
 from ds41jax.cache.radix import Reuse
+from ds41jax.checkpoint.safetensors_files import CheckpointError
 from ds41jax.drafting.fixed import FixedPolicy
 from ds41jax.engine.core import EngineCore
 from ds41jax.engine.request import (
@@ -253,6 +254,24 @@ def test_torture_by_a_tiny_pool():
             assert run.tokens(number) == alone(sequence.request)
     free = run.core.pool.free + run.core.cache.evictable_pages()
     assert free == run.core.pool.size
+
+
+def test_a_broken_table_row_fails_only_who_reads_it(monkeypatch):
+    run = Run()
+    gather = type(run.core.model.engram).gather
+
+    def broken(self, tokens, is_image, start):
+        if 499 in tokens[start:]:
+            raise CheckpointError("row 7 holds a NaN")
+        return gather(self, tokens, is_image, start)
+
+    monkeypatch.setattr(type(run.core.model.engram), "gather", broken)
+    healthy = [request([t for t in r.token_ids if t != 499], 6) for r in MIXED[:3]]
+    numbers = [run.add(r) for r in healthy]
+    bad = run.add(request((10, 499, 11), 6))
+    run.finish()
+    assert isinstance(run.last(bad), Failed) and "row 7" in str(run.last(bad).error)
+    assert [run.tokens(n) for n in numbers] == [alone(r) for r in healthy]
 
 
 @pytest.mark.parametrize(

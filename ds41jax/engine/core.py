@@ -35,7 +35,7 @@ from ds41jax.engine.request import (
     TokenLogprobs,
 )
 from ds41jax.engine.selection import Outcome
-from ds41jax.engine.sequence import UNSET, Phase, Sequence
+from ds41jax.engine.sequence import UNSET, Phase, Sequence, SequenceFault
 from ds41jax.engine.speculation import Speculation
 from ds41jax.engine.stats import Counters
 from ds41jax.model.state import PAGE_ROWS
@@ -116,9 +116,13 @@ class EngineCore:
         the running requests by a chunk a token, not by its whole length.
         """
         self._drop_cancelled()
-        self._admit()
-        worked = self._prefill()
-        worked = self._decode() or worked
+        try:
+            self._admit()
+            worked = self._prefill()
+            worked = self._decode() or worked
+        except SequenceFault as fault:
+            self._fail(fault.sequence, fault.error)
+            worked = True
         self.cache.tick()
         return worked
 

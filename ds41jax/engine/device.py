@@ -39,7 +39,8 @@ class Device:
         width = -(-options.context // PAGE_ROWS)
         sources = len(config.kv_source_layer_ids)
         self.page_tables = np.full((sources, options.max_active, width), pages, np.int32)
-        # Committed to the weights' device like every later state, so that no program sees two kinds.
+        # Committed to the weights' device like every later state, so that no program sees two
+        # kinds.
         (device,) = model.params.norm.devices()
         state = init_state(config, CacheShape(slots, pages), options.compute)
         self.state = jax.device_put(state, device)

@@ -11,13 +11,22 @@ import numpy as np
 from ds41jax.cache.admission import Lifetime
 from ds41jax.cache.sequence_pages import SequencePages
 from ds41jax.cache.snapshots import Hit
+from ds41jax.checkpoint.safetensors_files import CheckpointError
 from ds41jax.engine.batching import SequenceRows
 from ds41jax.engine.engram_lookup import EngramLookup
 from ds41jax.engine.grammar_matcher import Matcher
-from ds41jax.engine.request import Event, Request
+from ds41jax.engine.request import EngineError, Event, Request
 from ds41jax.formats import QuantizedArray
 
 UNSET = -1
+
+
+class SequenceFault(Exception):
+    """One sequence cannot go on; raised before its step has touched anything shared."""
+
+    def __init__(self, sequence: "Sequence", kind: str, message: str):
+        super().__init__(message)
+        self.sequence, self.error = sequence, EngineError(kind, message)
 
 
 class Phase(enum.Enum):
@@ -147,9 +156,12 @@ class Sequence:
         if engram is None:
             return None
         ahead, self._ahead = self._ahead, None
-        if ahead is not None and ahead[:2] == (first, last):
-            return ahead[2].result()
-        return self._gather(tokens, first, engram)
+        try:
+            if ahead is not None and ahead[:2] == (first, last):
+                return ahead[2].result()
+            return self._gather(tokens, first, engram)
+        except (CheckpointError, OSError) as error:
+            raise SequenceFault(self, "internal", f"Engram tables: {error}") from error
 
     def _gather(self, tokens: np.ndarray, first: int, engram: EngramLookup) -> QuantizedArray:
         last = len(tokens)

@@ -8,7 +8,8 @@ import numpy as np
 from ds41jax.drafting.policy import Policy, RequestDraft, RequestOutcome, RoundOutcome
 from ds41jax.engine.compile_counter import compilations
 from ds41jax.engine.grammar_matcher import masks_for_draft
-from ds41jax.engine.sequence import Phase, Sequence
+from ds41jax.engine.grammar_schema import ConstraintError
+from ds41jax.engine.sequence import Phase, Sequence, SequenceFault
 
 
 class Speculation:
@@ -38,18 +39,12 @@ class Speculation:
 
     def masks(self, sequences: Seq[Sequence]) -> list[np.ndarray] | None:
         """Mask rows of sequences that verify nothing."""
-        walks = [
-            None if s.matcher is None else masks_for_draft(s.matcher, ())[1] for s in sequences
-        ]
-        return self._joined(walks, [[] for _ in sequences])
+        return self._joined([_walk(s, [])[1] for s in sequences], [[] for _ in sequences])
 
     def _walk(self, sequence: Sequence) -> tuple[list[int], np.ndarray | None]:
         """Drafts within the budget, cut where the grammar rejects one; and their masks."""
         own = sequence.draft_ids[: max(0, min(self.block, sequence.remaining - 1))]
-        if sequence.matcher is None:
-            return own, None
-        kept, rows = masks_for_draft(sequence.matcher, own)
-        return own[:kept], rows
+        return _walk(sequence, own)
 
     def _joined(
         self, rows: Seq[np.ndarray | None], drafts: Seq[Seq[int]]
@@ -73,3 +68,14 @@ class Speculation:
         if compilations() == self._compiled:
             micros = (time.perf_counter() - self._begun) * 1e6
         self.policy.observe(RoundOutcome(outcomes, micros, width=self.block))
+
+
+def _walk(sequence: Sequence, drafts: list[int]) -> tuple[list[int], np.ndarray | None]:
+    """The drafts that the sequence's constraint allows, and the masks of their rows."""
+    if sequence.matcher is None:
+        return drafts, None
+    try:
+        kept, rows = masks_for_draft(sequence.matcher, drafts)
+    except ConstraintError as error:
+        raise SequenceFault(sequence, "invalid", f"constraint: {error}") from error
+    return drafts[:kept], rows
