@@ -210,7 +210,7 @@ def test_span_is_the_unpadded_computation(grid: tuple[int, int]) -> None:
     assert rel_rms(span[types == 1], tokens) <= 1e-6
 
 
-@pytest.mark.parametrize("compute", Compute)
+@pytest.mark.parametrize("compute", [REFERENCE, FLOAT32])
 def test_padding_does_not_matter(compute: Compute) -> None:
     """Same bits whatever the padding holds; a larger bucket only reorders sums."""
     config, weights = tiny()
@@ -276,7 +276,7 @@ def official_block() -> Any:
     return jax.tree.map(lambda spec: jnp.asarray(generated(spec.name.format(i=3))), specs)
 
 
-@pytest.mark.parametrize("compute", Compute)
+@pytest.mark.parametrize("compute", [REFERENCE, FLOAT32])
 def test_official_block(compute: Compute) -> None:
     config, recorded, info = official()
     x = jnp.asarray(generated("h.x")).astype(compute.dtype)
@@ -293,7 +293,7 @@ def test_official_block(compute: Compute) -> None:
         assert rel_rms(np.asarray(attention)[rows], recorded["block_attn"]) <= LIMITS[compute]
 
 
-@pytest.mark.parametrize("compute", Compute)
+@pytest.mark.parametrize("compute", [REFERENCE, FLOAT32])
 def test_official_aligner(compute: Compute) -> None:
     config, recorded, info = official()
     specs = vision_specs(load_config(OFFICIAL_CONFIG)).aligner
