@@ -17,6 +17,7 @@ from ds41jax.config import ModelConfig
 from ds41jax.kernels import mixes as mixes_kernel
 from ds41jax.kernels.compute import REFERENCE, Compute
 from ds41jax.kernels.linear import project
+from ds41jax.kernels.norm import mean_square
 from ds41jax.model.tensors import spec
 
 
@@ -50,8 +51,8 @@ def stream_mixes(
     stream: jax.Array, weights: MixWeights, config: ModelConfig, compute: Compute = REFERENCE
 ) -> jax.Array:
     """Streams [T, S, D] to mixes [T, M]: a projection scaled by the row's reciprocal RMS."""
-    flat = stream.reshape(stream.shape[0], -1).astype(jnp.float32)
-    scale = lax.rsqrt(jnp.mean(jnp.square(flat), axis=-1, keepdims=True) + config.rms_norm_eps)
+    flat = stream.reshape(stream.shape[0], -1)
+    scale = lax.rsqrt(mean_square(flat, compute) + config.rms_norm_eps)
     return project(flat, weights.fn, compute) * scale
 
 

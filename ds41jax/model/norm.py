@@ -5,6 +5,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from ds41jax.kernels.compute import Compute
+from ds41jax.kernels.norm import mean_square
 
 
 def rms_norm(x: jax.Array, weight: jax.Array, eps: float, compute: Compute) -> jax.Array:
@@ -13,6 +14,5 @@ def rms_norm(x: jax.Array, weight: jax.Array, eps: float, compute: Compute) -> j
     With the text model's eps of 1e-20 a row of zeros stays zero and tiny rows are scaled up in
     full.
     """
-    x = x.astype(jnp.float32)
-    scale = lax.rsqrt(jnp.mean(jnp.square(x), axis=-1, keepdims=True) + eps)
-    return compute.round(weight.astype(jnp.float32) * (x * scale))
+    scale = lax.rsqrt(mean_square(x, compute) + eps)
+    return compute.round(weight.astype(jnp.float32) * (x.astype(jnp.float32) * scale))
