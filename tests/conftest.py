@@ -1,5 +1,7 @@
 """Fixtures that several test modules share."""
 
+import gc
+from collections.abc import Iterator
 from pathlib import Path
 
 import jax
@@ -14,6 +16,14 @@ from ds41jax.engine.loading import Model, load_model
 _COMPILED = Path(__file__).parent.parent / ".pytest_cache" / "compiled"
 jax.config.update("jax_compilation_cache_dir", str(_COMPILED))
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.3)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def few_programs() -> Iterator[None]:
+    """Frees a module's programs: each holds memory maps, of which a process may have 65,530."""
+    yield
+    jax.clear_caches()
+    gc.collect()
 
 
 @pytest.fixture(scope="session")
