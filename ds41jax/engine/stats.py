@@ -19,7 +19,6 @@ class Counters:
     rounds: int = 0
     drafted: int = 0
     accepted: int = 0
-    compiled: int = 0
 
 
 @dataclass(frozen=True)
