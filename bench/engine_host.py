@@ -60,16 +60,15 @@ def measure(model, policy):
 
     rows = WIDTH * (1 + core.block)
     outcome = recorded_outcome(rows, WIDTH, core.block)
-    core.device.verify = lambda sequences: built.append(batch(core, sequences, rows))
+    core.device.verify = lambda batch: None
 
-    def select(sequences, drafts, masks, logits, fed):
-        agreed = np.minimum(outcome.agreed[: len(drafts)], [len(own) for own in drafts])
-        return outcome.replace(agreed=agreed)
+    def select(logits, choices):
+        counts = np.maximum(choices.counts - 1, 0)
+        return outcome.replace(agreed=np.minimum(outcome.agreed[: len(counts)], counts))
 
     core.device.select = select
-    core.device.encode = lambda rows: None
-    core.device.feed_suffix = lambda rows: jax.numpy.zeros((1, model.config.vocab_size))
-    built = []
+    core.device.encode = lambda batch: None
+    core.device.feed_suffix = lambda batch: jax.numpy.zeros((1, model.config.vocab_size))
     for i in range(WIDTH):
         request = Request((10 + i,), 3000, ignore_eos=True)
         core.add(core.preparer.sequence(request, reader(decoders[i])))
@@ -77,21 +76,12 @@ def measure(model, policy):
         core.step()
     times = []
     for _ in range(ROUNDS):
-        built.clear()
         start = time.perf_counter()
         core.step()
         times.append((time.perf_counter() - start) * 1e6)
     profile = cProfile.Profile()
     profile.runcall(lambda: [core.step() for _ in range(50)])
     return statistics.median(times), profile
-
-
-def batch(core, sequences, rows):
-    from ds41jax.engine.batching import build_batch
-
-    return build_batch(
-        sequences, core.device.page_tables, core.config, buckets=(rows,), width=WIDTH
-    )
 
 
 def main():

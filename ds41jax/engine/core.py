@@ -6,24 +6,27 @@ that request alone, whatever runs beside it.
 
 import itertools
 from collections import deque
-from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 
 import jax
 import numpy as np
 
-from ds41jax.cache.admission import Admission, decide, lifetime_pages, remaining_need
-from ds41jax.cache.host_tier import HostOptions, HostTier
-from ds41jax.cache.pool import PageLayout, PagePool, PoolExhausted
+from ds41jax.cache.admission import Admission
+from ds41jax.cache.pool import PageLayout, PoolExhausted
 from ds41jax.cache.radix import Bank, Reuse
-from ds41jax.cache.retained import PrefixCache
-from ds41jax.cache.sequence_pages import SequencePages
-from ds41jax.cache.snapshots import BankLimits, CacheOptions, Hit
 from ds41jax.cache.symbols import ImageSpan
-from ds41jax.engine.device import Device
-from ds41jax.engine.host_copies import HostCopier
+from ds41jax.engine.device import Device, shape_of
 from ds41jax.engine.loading import Model
-from ds41jax.engine.options import EngineOptions
+from ds41jax.engine.observer import (
+    DecodeRound,
+    PrefillStep,
+    RequestRound,
+    StepTimes,
+    Stopwatch,
+    Watched,
+)
+from ds41jax.engine.options import EngineOptions, RoundShape
+from ds41jax.engine.places import Places
 from ds41jax.engine.prepare import Preparer
 from ds41jax.engine.request import (
     EngineError,
@@ -34,7 +37,7 @@ from ds41jax.engine.request import (
     Token,
     TokenLogprobs,
 )
-from ds41jax.engine.selection import Outcome
+from ds41jax.engine.selection import Outcome, read
 from ds41jax.engine.sequence import UNSET, Phase, Sequence, SequenceFault
 from ds41jax.engine.speculation import Speculation
 from ds41jax.engine.stats import Counters
@@ -51,40 +54,19 @@ class EngineCore:
         self.model, self.options, self.config = model, options, model.config
         self.dspark = options.dspark and model.params.drafter is not None
         self.block = min(model.config.dspark_block_size, options.policy.limit) if self.dspark else 0
-        self.layout = PageLayout(model.config.source_ratios, PAGE_ROWS)
-        pages = self.layout.total_pages(options.pool_tokens)
+        pages = PageLayout(model.config.source_ratios, PAGE_ROWS).total_pages(options.pool_tokens)
         arena = 2 * options.retained if options.reuse is not Reuse.OFF else 0
         self.device = Device(model, options, pages, options.max_active + arena, self.block)
         self.preparer = Preparer(model, options, self.block)
-        self.pool = PagePool(pages)
-        self.cache = PrefixCache(
-            self.pool,
-            self.layout,
-            range(options.max_active, options.max_active + arena),
-            CacheOptions(
-                window=model.config.sliding_window,
-                mode=options.reuse,
-                prompts=BankLimits(options.retained),
-                turns=BankLimits(options.retained),
-            ),
-            self._host_tier(),
-        )
+        self.places = Places(self.device, model.config, options)
+        self.cache, self.pool = self.places.cache, self.places.pool
         self.speculation = Speculation(options.policy.copy(), self.block, self.device.mask_words)
+        self.watched = Watched()
         self.waiting: deque[Sequence] = deque()
         self.active: list[Sequence] = []
         self.counters = Counters()
-        self._free_slots = list(range(options.max_active))[::-1]
         self._numbers = itertools.count()
         self._readers = ThreadPoolExecutor(ENGRAM_READERS, thread_name_prefix="engram")
-
-    def _host_tier(self) -> HostTier | None:
-        slots = self.options.host_snapshots
-        if not slots or self.options.reuse is Reuse.OFF:
-            return None
-        pages = self.layout.total_pages(self.options.host_tokens)
-        copier = HostCopier(self.device, slots, pages)
-        sizes = HostOptions(pages=pages, slots=slots, min_tokens=self.config.sliding_window)
-        return HostTier(sizes, self.layout, self.pool, copier)
 
     @property
     def idle(self) -> bool:
@@ -137,68 +119,30 @@ class EngineCore:
 
     def _admit(self) -> None:
         """Starts waiting requests in order of arrival while slots and pages last."""
-        while self.waiting and self._free_slots:
+        while self.waiting and self.places.free_slots:
             sequence = self.waiting[0]
-            hit = self._lookup(sequence)
-            needs = [
-                remaining_need(self.layout, s.lifetime, s.pages)
-                for s in self.active
-                if s.pages is not None
-            ]
-            decision = decide(self.cache, sequence.lifetime, hit, needs)
+            decision = self.places.admission(sequence, self.active)
             if decision.admission is Admission.WAIT:
                 return
             self.waiting.popleft()
             if decision.admission is Admission.NEVER:
-                self._fail(sequence, self._too_large(sequence))
+                self._fail(sequence, self.places.too_large(sequence))
                 continue
             sequence.snapshots = decision.snapshots
             try:
-                self._start(sequence, decision.hit)
+                self.places.open(sequence, decision.hit, self.active)
+                self._start(sequence, None if decision.hit is None else decision.hit.logits)
             except PoolExhausted as error:
                 self._fail(sequence, EngineError("capacity", str(error)))
 
-    def _lookup(self, sequence: Sequence) -> Hit | None:
-        """The best hit; one in host memory is brought back to the device first."""
-        symbols = sequence.symbols[: sequence.prompt_length]
-        hit = self.cache.lookup(symbols)
-        if hit is not None and hit.on_host and self.cache.restore(hit) is None:
-            return self.cache.lookup(symbols, host=False)
-        return hit
-
-    def _too_large(self, sequence: Sequence) -> EngineError:
-        need = sum(lifetime_pages(self.layout, sequence.lifetime))
-        return EngineError(
-            "capacity",
-            f"{sequence.lifetime.tokens} tokens need {need} pages, the cache has {self.pool.size}",
-        )
-
-    def _start(self, sequence: Sequence, hit: Hit | None) -> None:
-        """Gives a request its place in the caches and what it can reuse."""
-        slot = self._free_slots.pop()
-        if hit is not None:
-            self.cache.pin(hit)
-        sequence.begin(slot, self.cache.open(hit), hit)
-        self.active.append(sequence)
-        if hit is not None:
-            if hit.arena_slot is not None:
-                self.device.copy_slot(hit.arena_slot, slot)
-            self.cache.unpin(hit)
-        self._grow(sequence)
+    def _start(self, sequence: Sequence, logits: np.ndarray | None) -> None:
+        """Begins with a sequence that has its place; saved logits are its whole prefill."""
         sequence.image_embeds = self.preparer.image_embeddings(sequence.request)
         self.counters.prompt_tokens += sequence.prompt_length
         self.counters.cached_tokens += sequence.cached
         sequence.emit(Started(sequence.prompt_length, sequence.cached))
-        if hit is not None and hit.logits is not None:
-            self._first_token(sequence, self.device.upload_logits(hit.logits))
-
-    def _grow(self, sequence: Sequence) -> None:
-        """Gives a sequence every page of its lifetime, and its own copy of tails that it shares."""
-        assert sequence.pages is not None
-        reservation = self.cache.reserve([(sequence.pages, sequence.lifetime.tokens)])
-        self.device.copy_pages([(c.source, c.target) for c in reservation.copies])
-        reservation.apply([sequence.pages.length])
-        self.device.set_pages(sequence.slot, sequence.pages)
+        if logits is not None:
+            self._first_token(sequence, self.device.upload_logits(logits), Stopwatch())
 
     # ------------------------------------------------------------------ prefill
 
@@ -208,32 +152,67 @@ class EngineCore:
         if sequence is None:
             return False
         self.counters.prefill_steps += 1
+        watch = Stopwatch()
+        if sequence.length < sequence.prompt_length:
+            rows = self._prefill_chunk(sequence, watch)
+        else:
+            rows = self._prefill_suffix(sequence, watch)
+        self.counters.times.add(watch.times)
+        if self.watched.observer is not None:
+            done, total = self._progress(sequence)
+            self.watched.tell(PrefillStep(sequence.id, done, total, rows, watch.times))
+        return True
+
+    @property
+    def _bounded(self) -> bool:
+        return self.options.bounded and self.config.boundary_layer is not None
+
+    def _prefill_chunk(self, sequence: Sequence, watch: Stopwatch) -> int:
+        """The next rows of a prompt, through the layers that need them all; their number."""
+        first, end = sequence.length, sequence.prompt_length
+        last = min(first + self.options.prefill_chunk, end)
+        batch = self.device.chunk(sequence.rows(first, last, self.model.engram))
+        watch.lap("build")
+        logits = None
+        if self._bounded:
+            self.device.encode(batch)
+        else:
+            logits = self.device.feed(batch)
+        watch.lap("dispatch")
+        self._commit(sequence, last)
+        if last < end:
+            self._read_ahead(sequence)
+            self.places.retain_inside(sequence)
+        elif logits is not None:
+            self._finish_prefill(sequence, logits, watch)
+        watch.lap("emit")
+        return last - first
+
+    def _prefill_suffix(self, sequence: Sequence, watch: Stopwatch) -> int:
+        """The end of a bounded prefill: later layers, on the prompt's last window of rows."""
         end = sequence.prompt_length
-        bounded = self.options.bounded and self.config.boundary_layer is not None
-        if sequence.length < end:
-            last = min(sequence.length + self.options.prefill_chunk, end)
-            rows = sequence.rows(sequence.length, last, self.model.engram)
-            if bounded:
-                self.device.encode(rows)
-            else:
-                logits = self.device.feed(rows)
-            self._commit(sequence, last)
-            if last < end:
-                self._read_ahead(sequence)
-                self._snapshot_inside(sequence)
-            elif not bounded:
-                self._finish_prefill(sequence, logits)
-            return True
         kept = max(0, end - self.config.sliding_window)
         first = kept if sequence.suffix_from == UNSET else sequence.suffix_from
         last = min(first + self.options.prefill_chunk, end)
-        logits = self.device.feed_suffix(
-            sequence.rows(first, last, self.model.engram, decoder_floor=kept)
-        )
+        rows = sequence.rows(first, last, self.model.engram, decoder_floor=kept)
+        batch = self.device.chunk(rows)
+        watch.lap("build")
+        logits = self.device.feed_suffix(batch)
+        watch.lap("dispatch")
         sequence.suffix_from = last
         if last == end:
-            self._finish_prefill(sequence, logits)
-        return True
+            self._finish_prefill(sequence, logits, watch)
+        watch.lap("emit")
+        return last - first
+
+    def _progress(self, sequence: Sequence) -> tuple[int, int]:
+        """Rows of a prompt's prefill that are done, and all of them."""
+        end = sequence.prompt_length
+        if not self._bounded:
+            return min(sequence.length, end), end
+        window = min(end, self.config.sliding_window)
+        suffix = 0 if sequence.suffix_from == UNSET else sequence.suffix_from - (end - window)
+        return min(sequence.length, end) + suffix, end + window
 
     def _read_ahead(self, sequence: Sequence) -> None:
         """The next chunk's Engram rows come from disk while the device works on this one."""
@@ -247,42 +226,21 @@ class EngineCore:
         sequence.length = length
         sequence.pages.length = max(sequence.pages.length, length)
 
-    def _finish_prefill(self, sequence: Sequence, logits: jax.Array) -> None:
-        self._retain(sequence, Bank.PROMPT, logits)
-        self._first_token(sequence, logits)
+    def _finish_prefill(self, sequence: Sequence, logits: jax.Array, watch: Stopwatch) -> None:
+        self.places.retain(sequence, Bank.PROMPT, logits)
+        self._first_token(sequence, logits, watch)
 
-    def _snapshot_inside(self, sequence: Sequence) -> None:
-        """Exact reuse restarts a long prompt from snapshots inside it."""
-        every = self.options.snapshot_every
-        chunk = self.options.prefill_chunk
-        crossed = sequence.length // every > (sequence.length - chunk) // every
-        if self.options.reuse is Reuse.EXACT and crossed:
-            self._retain(sequence, Bank.PROMPT, None)
-
-    def _retain(self, sequence: Sequence, bank: Bank, logits: jax.Array | None) -> None:
-        """Keeps the sequence as it is now for later prompts."""
-        assert sequence.pages is not None
-        if bank is Bank.PROMPT and not sequence.snapshots:
-            return
-        slot = self.cache.retain(
-            sequence.symbols[: sequence.count],
-            sequence.pages,
-            bank,
-            None if logits is None else np.asarray(logits)[0],
-            approximate=sequence.approximate,
-        )
-        if slot is None:
-            return
-        self.device.copy_slot(sequence.slot, slot)
-        if bank is Bank.PROMPT:
-            self._grow(sequence)
-
-    def _first_token(self, sequence: Sequence, logits: jax.Array) -> None:
+    def _first_token(self, sequence: Sequence, logits: jax.Array, watch: Stopwatch) -> None:
         """Chooses from the prompt's last row, which is in the caches already."""
         sequence.phase = Phase.DECODE
-        outcome = self.device.select(
-            [sequence], [[]], self.speculation.masks([sequence]), logits, fed=0
-        )
+        masks = self.speculation.masks([sequence])
+        watch.lap("choose")
+        choices = self.device.choices([sequence], [[]], masks, RoundShape(1, 1), fed=0)
+        watch.lap("build")
+        chosen = self.device.select(logits, choices)
+        watch.lap("dispatch")
+        outcome = read(chosen)
+        watch.lap("wait")
         _, reason = self._take(sequence, outcome, 0, 0, [])
         self._settle(sequence, reason)
 
@@ -293,14 +251,58 @@ class EngineCore:
         running = [s for s in self.active if s.phase is Phase.DECODE]
         if not running:
             return False
+        watch = Stopwatch()
         drafts, masks = self.speculation.choose(running)
-        logits = self.device.verify(
+        watch.lap("choose")
+        batch = self.device.round(
             [
                 s.rows(s.length, s.length + 1 + len(d), self.model.engram, d)
                 for s, d in zip(running, drafts, strict=True)
             ]
         )
-        outcome = self.device.select(running, drafts, masks, logits, fed=1)
+        shape = shape_of(batch)
+        choices = self.device.choices(running, drafts, masks, shape, fed=1)
+        watch.lap("build")
+        chosen = self.device.select(self.device.verify(batch), choices)
+        watch.lap("dispatch")
+        outcome = read(chosen)
+        watch.lap("wait")
+        accepted = self._take_round(running, drafts, outcome)
+        self.speculation.observe(running, drafts, accepted)
+        watch.lap("emit")
+        self.counters.times.add(watch.times)
+        if self.watched.observer is not None:
+            self._tell_round(running, drafts, accepted, shape.rows, watch.times)
+        return True
+
+    def _tell_round(
+        self,
+        running: list[Sequence],
+        drafts: list[list[int]],
+        accepted: list[int],
+        padded: int,
+        times: StepTimes,
+    ) -> None:
+        policy = self.speculation.policy.stats() if self.dspark else {"mode": "off"}
+        offered = self.speculation.offered
+        requests = [
+            RequestRound(
+                request_id=s.id,
+                position=s.count - count - 1,
+                drafted=tuple(block),
+                verified=len(own),
+                accepted=count,
+                emitted=tuple(s.tokens[s.count - count - 1 : s.count].tolist()),
+            )
+            for s, block, own, count in zip(running, offered, drafts, accepted, strict=True)
+        ]
+        rows = len(running) + sum(map(len, drafts))
+        self.watched.tell(DecodeRound(tuple(requests), rows, padded, times, policy))
+
+    def _take_round(
+        self, running: list[Sequence], drafts: list[list[int]], outcome: Outcome
+    ) -> list[int]:
+        """Gives every sequence its tokens of a round; how many drafts of each were accepted."""
         self.counters.rounds += 1
         accepted, row = [], 0
         for place, (sequence, own) in enumerate(zip(running, drafts, strict=True)):
@@ -309,8 +311,7 @@ class EngineCore:
             self._settle(sequence, reason)
             accepted.append(count)
             row += 1 + len(own)
-        self.speculation.observe(running, drafts, accepted)
-        return True
+        return accepted
 
     def _take(
         self, sequence: Sequence, outcome: Outcome, place: int, row: int, drafts: list[int]
@@ -325,7 +326,7 @@ class EngineCore:
             token = int(outcome.tokens[row + accepted])
             sequence.append(token)
             sequence.emit(Token(token, logprobs_of(sequence.request, outcome, row + accepted)))
-            reason = self._finish_reason(sequence, token)
+            reason = sequence.finish_reason(token, self.config.eos_token_id)
             if reason is not None:
                 break
         self.counters.emitted_tokens += accepted + 1
@@ -341,17 +342,8 @@ class EngineCore:
     def _settle(self, sequence: Sequence, reason: str | None) -> None:
         """Ends a sequence that has a reason to; its turn is kept for the next one."""
         if reason is not None:
-            self._retain(sequence, Bank.TURN, None)
+            self.places.retain(sequence, Bank.TURN, None)
             self._end(sequence, reason)
-
-    def _finish_reason(self, sequence: Sequence, token: int) -> str | None:
-        request = sequence.request
-        ends = token == self.config.eos_token_id and not request.ignore_eos
-        if ends or token in request.stop_token_ids:
-            return "stop"
-        if sequence.matcher is not None and sequence.matcher.finished:
-            return "stop"
-        return "length" if sequence.remaining == 0 else None
 
     # ------------------------------------------------------------------ requests out
 
@@ -377,13 +369,9 @@ class EngineCore:
     def _leave(self, sequence: Sequence) -> None:
         """Gives everything back that the sequence holds."""
         sequence.phase = Phase.DONE
-        self.cache.release_symbols(sequence.symbols[: sequence.prompt_length])
-        if sequence.pages is None:
-            return
-        sequence.pages.release()
-        self.active.remove(sequence)
-        self._free_slots.append(sequence.slot)
-        self.speculation.policy.forget(sequence.number)
+        if sequence.pages is not None:
+            self.speculation.policy.forget(sequence.number)
+        self.places.close(sequence, self.active)
 
     def close(self) -> None:
         """Ends the background threads."""
@@ -397,11 +385,7 @@ class EngineCore:
 
     def check(self) -> None:
         """Balances every page, slot and image; for tests."""
-        pages: Iterable[SequencePages | None] = (s.pages for s in self.active)
-        self.cache.check([p for p in pages if p is not None])
-        used = {s.slot for s in self.active}
-        assert used.isdisjoint(self._free_slots)
-        assert len(used) + len(self._free_slots) == self.options.max_active
+        self.places.check(self.active)
 
 
 def logprobs_of(request: Request, outcome: Outcome, row: int) -> TokenLogprobs | None:

@@ -18,7 +18,7 @@ from ds41jax.engine.options import EngineOptions, RoundShape, round_shape, round
 from ds41jax.engine.sampling import SamplingParams, sampling_rows
 from ds41jax.engine.selection import Choices, Outcome, read, select_step
 from ds41jax.engine.sequence import Sequence
-from ds41jax.model.state import PAGE_ROWS, CacheShape, init_state
+from ds41jax.model.state import PAGE_ROWS, CacheShape, StepBatch, init_state
 
 _GREEDY = SamplingParams()
 
@@ -30,7 +30,7 @@ class Device:
         """`pages` of the pool, `slots` of the caches (arena included), `block` drafts at most."""
         config = model.config
         self.model, self.config, self.compute = model, config, options.compute
-        self.block, self.pages = block, pages
+        self.block, self.pages, self.slots = block, pages, slots
         self.mask_words = mask_words(config.vocab_size)
         self.shapes = round_shapes(options.max_active, 1 + block)
         self.chunk_buckets = tuple(
@@ -70,28 +70,8 @@ class Device:
 
     # ------------------------------------------------------------------ steps
 
-    def encode(self, rows: SequenceRows) -> None:
-        """A chunk of a bounded prefill."""
-        batch = self._chunk(rows)
-        self.state = steps.encode_step(
-            self.model.params, self.state, batch, self.config, self.compute
-        )
-
-    def feed(self, rows: SequenceRows) -> jax.Array:
-        """A chunk of an exact prefill; logits [1, V] of its last row."""
-        self.state, logits, _ = steps.full_step(
-            self.model.params, self.state, self._chunk(rows), self.config, self.compute
-        )
-        return logits
-
-    def feed_suffix(self, rows: SequenceRows) -> jax.Array:
-        """The end of a bounded prefill; logits [1, V] of its last row."""
-        self.state, logits, _ = steps.suffix_step(
-            self.model.params, self.state, self._chunk(rows), self.config, self.compute
-        )
-        return logits
-
-    def _chunk(self, rows: SequenceRows) -> Any:
+    def chunk(self, rows: SequenceRows) -> StepBatch:
+        """The batch of a prefill step; it asks for the logits of its last row."""
         return build_batch(
             [rows],
             self.page_tables,
@@ -101,12 +81,35 @@ class Device:
             width=1,
         )
 
-    def verify(self, sequences: list[SequenceRows]) -> jax.Array:
-        """Rows of a decode round; logits of them all, padded."""
+    def encode(self, batch: StepBatch) -> None:
+        """A chunk of a bounded prefill."""
+        self.state = steps.encode_step(
+            self.model.params, self.state, batch, self.config, self.compute
+        )
+
+    def feed(self, batch: StepBatch) -> jax.Array:
+        """A chunk of an exact prefill; logits [1, V]."""
+        self.state, logits, _ = steps.full_step(
+            self.model.params, self.state, batch, self.config, self.compute
+        )
+        return logits
+
+    def feed_suffix(self, batch: StepBatch) -> jax.Array:
+        """The end of a bounded prefill; logits [1, V]."""
+        self.state, logits, _ = steps.suffix_step(
+            self.model.params, self.state, batch, self.config, self.compute
+        )
+        return logits
+
+    def round(self, sequences: Seq[SequenceRows]) -> StepBatch:
+        """The batch of a decode round, padded to the smallest compiled size that holds it."""
         shape = round_shape(self.shapes, len(sequences), sum(map(len, sequences)))
-        batch = build_batch(
+        return build_batch(
             sequences, self.page_tables, self.config, buckets=(shape.rows,), width=shape.width
         )
+
+    def verify(self, batch: StepBatch) -> jax.Array:
+        """Runs the rows of a decode round; logits [rows, V] of them all."""
         self.state, logits, _ = steps.full_step(
             self.model.params, self.state, batch, self.config, self.compute
         )
@@ -116,29 +119,9 @@ class Device:
         """A saved row of logits [V], as a step would have returned it."""
         return jnp.asarray(logits[None], jnp.float32)
 
-    def select(
-        self,
-        sequences: Seq[Sequence],
-        drafts: Seq[Seq[int]],
-        masks: Seq[np.ndarray] | None,
-        logits: jax.Array,
-        fed: int,
-    ) -> Outcome:
-        """Chooses tokens of a step's rows and drafts on; waits for the device.
-
-        Args:
-          sequences: whose rows the step had.
-          drafts: of each, verified after its anchor row.
-          masks: of each, [1 + drafts, words], or None if nothing is constrained.
-          logits: [rows, V] of the step.
-          fed: 1 if the anchor rows stand at the sequences' `length`, 0 if just below it.
-        """
-        counts = [1 + len(own) for own in drafts]
-        shape = next(
-            s for s in self.shapes if s.width >= len(sequences) and s.rows == logits.shape[0]
-        )
-        choices = self._choices(sequences, drafts, counts, masks, shape, fed)
-        outcome = select_step(
+    def select(self, logits: jax.Array, choices: Choices) -> Outcome:
+        """Chooses tokens of a step's rows and drafts on; the outcome is still on the device."""
+        return select_step(
             self.model.params,
             self.state,
             logits,
@@ -147,18 +130,26 @@ class Device:
             self.compute,
             self.block > 0,
         )
-        return read(outcome)
 
-    def _choices(
+    def choices(
         self,
         sequences: Seq[Sequence],
         drafts: Seq[Seq[int]],
-        counts: list[int],
         masks: Seq[np.ndarray] | None,
         shape: RoundShape,
         fed: int,
     ) -> Choices:
+        """What a step's rows are asked.
+
+        Args:
+          sequences: whose rows the step has.
+          drafts: of each, verified after its anchor row.
+          masks: of each, [1 + drafts, words], or None if nothing is constrained.
+          shape: of the step, as compiled.
+          fed: 1 if the anchor rows stand at the sequences' `length`, 0 if just below it.
+        """
         width, rows = shape.width, shape.rows
+        counts = [1 + len(own) for own in drafts]
         token_ids = np.zeros(rows, np.int32)
         params, index = [_GREEDY] * rows, [0] * rows
         row = 0
@@ -235,10 +226,7 @@ class Device:
         self.state, logits, _ = steps.full_step(
             self.model.params, self.state, batch, self.config, self.compute
         )
-        shape = RoundShape(batch.starts.shape[0], batch.positions.shape[0])
-        choices = self._choices([], [], [], None, shape, 1)
-        args = (logits, choices, self.config, self.compute, self.block > 0)
-        read(select_step(self.model.params, self.state, *args))
+        read(self.select(logits, self.choices([], [], None, shape_of(batch), fed=1)))
 
     def _warm_encode(self, batch: Any) -> None:
         self.state = steps.encode_step(
@@ -254,3 +242,8 @@ class Device:
         self.state, *_ = steps.suffix_step(
             self.model.params, self.state, batch, self.config, self.compute
         )
+
+
+def shape_of(batch: StepBatch) -> RoundShape:
+    """The compiled size of a round's batch."""
+    return RoundShape(width=batch.starts.shape[0], rows=batch.positions.shape[0])

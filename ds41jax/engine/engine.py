@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from ds41jax.engine.compile_counter import compilations
 from ds41jax.engine.core import EngineCore
 from ds41jax.engine.loading import Model
+from ds41jax.engine.observer import Observer
 from ds41jax.engine.options import EngineOptions
 from ds41jax.engine.request import EngineError, Event, Failed, Finished, Request
 from ds41jax.engine.sequence import Sequence
@@ -117,6 +118,7 @@ class Engine:
         holder: list[Sequence] = []
         handle = RequestHandle(number, lambda: self._cancel(holder[0]))
         sequence = self._core.preparer.sequence(request, handle.put)
+        sequence.id = handle.id
         holder.append(sequence)
         with self._lock:
             if self._closed or not self.healthy:
@@ -167,12 +169,20 @@ class Engine:
             self._arrived.clear()
             self._core.fail_all(error)
 
+    def observe(self, observer: Observer | None) -> None:
+        """Tells `observer` about every step from the next one on; None ends that.
+
+        One observer at a time: the one before is let go. See `ds41jax.engine.observer`.
+        """
+        self._core.watched.observer = observer
+
     def stats(self) -> EngineStats:
         """Counters and gauges, read without stopping the loop."""
         core = self._core
         totals = vars(core.counters) | {
             "finished": dict(core.counters.finished),
             "failed": dict(core.counters.failed),
+            "times": dict(vars(core.counters.times)),
         }
         return EngineStats(
             active=len(core.active),

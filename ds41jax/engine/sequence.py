@@ -44,6 +44,7 @@ class Sequence:
       number: distinguishes requests for the drafting policy; ascending in order of arrival.
       request: what was asked.
       emit: takes each event.
+      id: its handle's, for observers.
       tokens, is_image: [capacity] prompt and output; `count` of them are known.
       symbols: what the prefix cache compares, over the same positions.
       image_embeds: [prompt, hidden] or None.
@@ -66,6 +67,7 @@ class Sequence:
     tokens: np.ndarray
     is_image: np.ndarray
     symbols: np.ndarray
+    id: str = ""
     image_embeds: np.ndarray | jax.Array | None = None
     matcher: Matcher | None = None
     phase: Phase = Phase.WAITING
@@ -174,3 +176,12 @@ class Sequence:
         self.count += 1
         if self.matcher is not None:
             self.matcher.accept(token)
+
+    def finish_reason(self, token: int, eos_token_id: int) -> str | None:
+        """Why the sequence ends with `token`, which it has just taken; None if it goes on."""
+        ends = token == eos_token_id and not self.request.ignore_eos
+        if ends or token in self.request.stop_token_ids:
+            return "stop"
+        if self.matcher is not None and self.matcher.finished:
+            return "stop"
+        return "length" if self.remaining == 0 else None

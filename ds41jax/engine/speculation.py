@@ -13,12 +13,17 @@ from ds41jax.engine.sequence import Phase, Sequence, SequenceFault
 
 
 class Speculation:
-    """Between the sequences and the drafting policy, round by round."""
+    """Between the sequences and the drafting policy, round by round.
+
+    Attributes:
+      offered: of each sequence in the last round, the drafts that the policy could choose from.
+    """
 
     def __init__(self, policy: Policy, block: int, mask_words: int):
         """`block`: drafts of a sequence at most, 0 without a drafter."""
         self.policy, self.block = policy, block
         self._free = np.full((1, mask_words), -1, np.int32)
+        self.offered: list[list[int]] = []
         self._lane: list[RequestDraft] = []
         self._begun = 0.0
         self._compiled = 0
@@ -27,7 +32,7 @@ class Speculation:
         """The drafts to verify of each sequence, and mask rows if any is constrained."""
         self._begun, self._compiled = time.perf_counter(), compilations()
         walks = [self._walk(s) for s in running]
-        drafts = [own for own, _ in walks]
+        drafts = self.offered = [own for own, _ in walks]
         if self.block:
             self._lane = [
                 RequestDraft(s.number, len(own), s.confidence)

@@ -4,10 +4,15 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
+from ds41jax.engine.observer import StepTimes
+
 
 @dataclass
 class Counters:
-    """Totals since the engine began; only the loop thread writes them."""
+    """Totals since the engine began; only the loop thread writes them.
+
+    `times` sums where the steps' wall time went, in seconds.
+    """
 
     requests: int = 0
     finished: Counter[str] = field(default_factory=Counter)
@@ -19,6 +24,7 @@ class Counters:
     rounds: int = 0
     drafted: int = 0
     accepted: int = 0
+    times: StepTimes = field(default_factory=StepTimes)
 
 
 @dataclass(frozen=True)
