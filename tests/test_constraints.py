@@ -14,7 +14,13 @@ import pytest
 from ds41jax.engine import xgrammar_import
 from ds41jax.engine.constraints import Constraint, ConstraintCompiler
 from ds41jax.engine.grammar_masks import apply_masks
-from ds41jax.engine.grammar_matcher import Matcher, mask_words, masks_for_draft
+from ds41jax.engine.grammar_matcher import (
+    Matcher,
+    mask_words,
+    masks_for_draft,
+    row_of,
+    without,
+)
 from ds41jax.engine.grammar_schema import ConstraintError, check_schema
 from ds41jax.engine.grammar_tools import tool_constraint
 from ds41jax.tokenizer import Tokenizer, byte_tokenizer
@@ -400,6 +406,17 @@ def test_small_vocabularies(vocab_size):
     if vocab_size == 259:
         with pytest.raises(ConstraintError, match="marker"):
             compiler.compile(tool_constraint(TOOLS))
+
+
+def test_forbidding_leaves_something():
+    rows = np.stack([row_of([1, 5], 64), row_of([1], 64), np.full(2, -1, np.int32)])
+    without(rows, [1, 40])
+    assert [len(tokens_of(row)) for row in rows] == [1, 1, 62]
+    assert tokens_of(rows[0]) == [5] and tokens_of(rows[1]) == [1]
+
+
+def tokens_of(row):
+    return np.flatnonzero(np.unpackbits(row.view(np.uint8), bitorder="little")).tolist()
 
 
 def test_apply_masks():

@@ -283,6 +283,8 @@ def test_a_broken_table_row_fails_only_who_reads_it(monkeypatch):
         ({"max_tokens": 0}, "max_tokens"),
         ({"max_tokens": 5000}, "max_tokens"),
         ({"top_logprobs": 21}, "top_logprobs"),
+        ({"min_tokens": 5}, "min_tokens"),
+        ({"min_tokens": -1}, "min_tokens"),
     ],
 )
 def test_bad_requests_are_refused_by_field(change, message):
@@ -334,6 +336,21 @@ def test_stop_tokens_end_and_the_end_token_can_be_ignored():
     run.finish()
     assert run.tokens(number) == wanted[: wanted.index(stop) + 1]
     assert run.last(number).reason == "stop"
+
+
+@pytest.mark.parametrize("dspark", [False, True])
+def test_no_end_before_the_least_number_of_tokens(dspark):
+    """A stop token is not chosen before; until it would have been, the output is the same."""
+    wanted = alone(MIXED[0])
+    stop, at = wanted[6], wanted.index(wanted[6])
+    run = Run(dspark=dspark)
+    short = run.add(request(MIXED[0].token_ids, 12, stop_token_ids=(stop,), min_tokens=at))
+    long = run.add(request(MIXED[0].token_ids, 12, stop_token_ids=(stop,), min_tokens=at + 3))
+    run.finish()
+    assert run.tokens(short) == wanted[: at + 1]
+    tokens = run.tokens(long)
+    assert tokens[:at] == wanted[:at] and len(tokens) >= at + 3
+    assert stop not in tokens[: at + 3] and 1 not in tokens[: at + 3]
 
 
 def test_usage_adds_up():

@@ -60,7 +60,9 @@ class EngineCore:
         self.preparer = Preparer(model, options, self.block)
         self.places = Places(self.device, model.config, options)
         self.cache, self.pool = self.places.cache, self.places.pool
-        self.speculation = Speculation(options.policy.copy(), self.block, self.device.mask_words)
+        self.speculation = Speculation(
+            options.policy.copy(), self.block, self.device.mask_words, model.config.eos_token_id
+        )
         self.watched = Watched()
         self.waiting: deque[Sequence] = deque()
         self.active: list[Sequence] = []

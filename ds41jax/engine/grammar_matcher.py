@@ -25,6 +25,13 @@ def row_of(ids: Sequence[int], vocab_size: int) -> np.ndarray:
     return np.packbits(bits, bitorder="little").view("<i4")
 
 
+def without(rows: np.ndarray, ids: Sequence[int]) -> None:
+    """Forbids tokens in mask rows [n, words], but for rows that allow nothing else."""
+    bits = ~row_of(ids, rows.shape[1] * 32)
+    kept = rows & bits
+    rows[:] = np.where(kept.any(axis=1, keepdims=True), kept, rows)
+
+
 @dataclass(frozen=True)
 class CompiledConstraint:
     """A grammar over a vocabulary, shared by all requests that ask for it.

@@ -97,6 +97,11 @@ class Preparer:
             ),
             (request.max_tokens >= 1, f"max_tokens: {request.max_tokens} is below 1"),
             (
+                0 <= request.min_tokens <= request.max_tokens,
+                f"min_tokens: {request.min_tokens} is not from 0 to max_tokens, "
+                f"{request.max_tokens}",
+            ),
+            (
                 prompt + request.max_tokens <= limit,
                 f"max_tokens: {prompt} prompt tokens and {request.max_tokens} to generate exceed "
                 f"the context of {limit}",

@@ -56,6 +56,8 @@ class Request:
       top_logprobs: None for no log probabilities, else how many alternatives come with each token.
       stop_token_ids: end the sequence besides the model's end token.
       ignore_eos: go on after the model's end token.
+      min_tokens: emitted at least: neither the model's end token nor a stop token is chosen before,
+        unless the constraint allows nothing else.
     """
 
     token_ids: tuple[int, ...]
@@ -66,6 +68,7 @@ class Request:
     top_logprobs: int | None = None
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
+    min_tokens: int = 0
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ import numpy as np
 
 from ds41jax.drafting.policy import Policy, RequestDraft, RequestOutcome, RoundOutcome
 from ds41jax.engine.compile_counter import compilations
-from ds41jax.engine.grammar_matcher import masks_for_draft
+from ds41jax.engine.grammar_matcher import masks_for_draft, without
 from ds41jax.engine.grammar_schema import ConstraintError
 from ds41jax.engine.sequence import Phase, Sequence, SequenceFault
 
@@ -19,9 +19,9 @@ class Speculation:
       offered: of each sequence in the last round, the drafts that the policy could choose from.
     """
 
-    def __init__(self, policy: Policy, block: int, mask_words: int):
-        """`block`: drafts of a sequence at most, 0 without a drafter."""
-        self.policy, self.block = policy, block
+    def __init__(self, policy: Policy, block: int, mask_words: int, eos: int):
+        """`block`: drafts of a sequence at most, 0 without a drafter; `eos` ends an output."""
+        self.policy, self.block, self._eos = policy, block, eos
         self._free = np.full((1, mask_words), -1, np.int32)
         self.offered: list[list[int]] = []
         self._lane: list[RequestDraft] = []
@@ -44,12 +44,22 @@ class Speculation:
 
     def masks(self, sequences: Seq[Sequence]) -> list[np.ndarray] | None:
         """Mask rows of sequences that verify nothing."""
-        return self._joined([_walk(s, [])[1] for s in sequences], [[] for _ in sequences])
+        return self._joined([self._masked(s, [])[1] for s in sequences], [[] for _ in sequences])
 
     def _walk(self, sequence: Sequence) -> tuple[list[int], np.ndarray | None]:
         """Drafts within the budget, cut where the grammar rejects one; and their masks."""
         own = sequence.draft_ids[: max(0, min(self.block, sequence.remaining - 1))]
-        return _walk(sequence, own)
+        return self._masked(sequence, own)
+
+    def _masked(self, sequence: Sequence, drafts: list[int]) -> tuple[list[int], np.ndarray | None]:
+        kept, rows = _walk(sequence, drafts)
+        early = sequence.request.min_tokens - sequence.emitted
+        if early <= 0:
+            return kept, rows
+        if rows is None:
+            rows = np.repeat(self._free, 1 + len(kept), axis=0)
+        without(rows[:early], [self._eos, *sequence.request.stop_token_ids])
+        return kept, rows
 
     def _joined(
         self, rows: Seq[np.ndarray | None], drafts: Seq[Seq[int]]

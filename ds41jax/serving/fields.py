@@ -48,7 +48,7 @@ class SamplingFields(Struct, kw_only=True, forbid_unknown_fields=True):
     seed: Seed | None = None
     ignore_eos: bool | None = None
     stop_token_ids: StopIds | None = None
-    min_tokens: Literal[0] | None = None
+    min_tokens: Annotated[int, Meta(ge=0, le=MAX_TOKENS_FIELD)] | None = None
     metadata: Labels | None = None
 
 

@@ -116,5 +116,6 @@ async def prepare(server: Server, incoming: Incoming, size: int) -> Prepared:
         top_logprobs=settings.top_logprobs,
         stop_token_ids=settings.stop_token_ids,
         ignore_eos=settings.ignore_eos,
+        min_tokens=min(settings.min_tokens, limit),
     )
     return Prepared(request, plan, answer, prompt, must_call)

@@ -35,6 +35,7 @@ class Settings:
     stream: bool = False
     include_usage: bool = False
     max_tokens: int | None = None
+    min_tokens: int = 0
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
@@ -70,6 +71,7 @@ def common_settings(fields: SamplingFields) -> dict[str, object]:
         "min_p": fields.min_p,
         "seed": fields.seed,
         "ignore_eos": bool(fields.ignore_eos),
+        "min_tokens": fields.min_tokens or 0,
         "stop_token_ids": tuple(fields.stop_token_ids or ()),
     }
 

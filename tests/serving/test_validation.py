@@ -60,7 +60,7 @@ SCHEMA = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type":
         ({"seed": "x"}, "seed"),
         ({"max_tokens": 0}, "max_tokens"),
         ({"max_completion_tokens": 0}, "max_completion_tokens"),
-        ({"min_tokens": 5}, "min_tokens"),
+        ({"min_tokens": -1}, "min_tokens"),
         ({"n": 2}, "n"),
         ({"presence_penalty": 0.5}, "presence_penalty"),
         ({"frequency_penalty": -0.5}, "frequency_penalty"),
@@ -127,8 +127,14 @@ def test_accepted(client: httpx.Client, fields: dict[str, Any]) -> None:
 
 def test_what_is_stated_is_honoured(engine: FakeEngine, client: httpx.Client) -> None:
     """Also while thinking, where the hosted API ignores it."""
-    client.post(CHAT, json={**BODY, "temperature": 0.25, "top_p": 0.5, "top_k": 7, "min_p": 0.1})
-    sampling = engine.requests[-1].sampling
+    more = {"min_tokens": 3, "max_tokens": 9, "ignore_eos": True, "stop_token_ids": [5]}
+    fields = {"temperature": 0.25, "top_p": 0.5, "top_k": 7, "min_p": 0.1, **more}
+    client.post(CHAT, json={**BODY, **fields})
+    request = engine.requests[-1]
+    assert all(
+        getattr(request, key) == value for key, value in {**more, "stop_token_ids": (5,)}.items()
+    )
+    sampling = request.sampling
     wanted = (0.25, 0.5, 7, 0.1)
     assert (sampling.temperature, sampling.top_p, sampling.top_k, sampling.min_p) == wanted
     greedy = read_chat({**BODY, "temperature": 1e-6}).settings.sampling(SamplingDefaults())
