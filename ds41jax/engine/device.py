@@ -9,6 +9,7 @@ import numpy as np
 from tqdm import tqdm
 
 from ds41jax.cache.sequence_pages import SequencePages
+from ds41jax.drafting.fixed import FixedPolicy
 from ds41jax.engine import cache_moves, steps
 from ds41jax.engine.batching import ROW_BUCKETS, SequenceRows, build_batch, row_bucket
 from ds41jax.engine.engram_lookup import EngramLookup
@@ -32,9 +33,12 @@ class Device:
         self.model, self.config, self.compute = model, config, options.compute
         self.block, self.pages, self.slots = block, pages, slots
         self.mask_words = mask_words(config.vocab_size)
-        self.shapes = round_shapes(options.max_active, 1 + block)
-        self.chunk_buckets = tuple(
-            sorted({b for b in ROW_BUCKETS if b < options.prefill_chunk} | {options.prefill_chunk})
+        adaptive = not isinstance(options.policy, FixedPolicy)
+        self.shapes = round_shapes(options.max_active, 1 + block, adaptive)
+        # Smaller buckets than the second largest would save little and cost a start its time.
+        self.chunk_buckets = (
+            *[b for b in ROW_BUCKETS[-2:] if b < options.prefill_chunk],
+            options.prefill_chunk,
         )
         width = -(-options.context // PAGE_ROWS)
         sources = len(config.kv_source_layer_ids)

@@ -77,13 +77,19 @@ class RoundShape:
     rows: int
 
 
-def round_shapes(max_active: int, rows_each: int) -> tuple[RoundShape, ...]:
-    """Sizes of decode rounds, ascending: one row a sequence, and a whole verification each."""
+def round_shapes(max_active: int, rows_each: int, adaptive: bool) -> tuple[RoundShape, ...]:
+    """Sizes of decode rounds, ascending: a whole verification of each sequence, and one row each.
+
+    A policy that always verifies what it can needs the second only for a single sequence (a first
+    token, a last one): leaving the others out halves what has to be compiled.
+    """
     shapes = []
     width = 1
     while True:
         width = min(width, max_active)
-        shapes += [RoundShape(width, width), RoundShape(width, width * rows_each)]
+        if adaptive or width == 1:
+            shapes.append(RoundShape(width, width))
+        shapes.append(RoundShape(width, width * rows_each))
         if width == max_active:
             return tuple(dict.fromkeys(shapes))
         width *= 4
