@@ -84,6 +84,9 @@ class StubEngine:
         """Nothing to tell."""
         return argparse.Namespace()
 
+    def observe(self, observer: Any) -> None:
+        """No steps to tell of."""
+
 
 async def _client(
     connection: tuple[asyncio.StreamReader, asyncio.StreamWriter], number: int

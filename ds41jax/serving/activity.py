@@ -2,8 +2,13 @@
 
 import time
 from collections import deque
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from typing import Any
+
+from ds41jax.engine.observer import DecodeRound, Observer, PrefillStep
+from ds41jax.serving.step_events import step_event
+from ds41jax.tokenizer import Tokenizer
 
 RECENT = 16
 MAX_TEXT = 4000
@@ -44,30 +49,72 @@ class Totals:
     output_tokens: int = 0
 
 
-class Activity:
-    """Requests in flight, the last ones, totals, and events for whoever looks."""
+class Viewer:
+    """One viewer's queue of events, bounded: what does not fit is lost, and noticed.
 
-    def __init__(self, with_text: bool):
+    The engine's thread and the server's loop add to it; the loop alone takes from it.
+    """
+
+    def __init__(self) -> None:
+        self._events: deque[Any] = deque(maxlen=MAX_EVENTS)
+
+    def put(self, event: Any) -> None:
+        """Adds an event; never blocks."""
+        self._events.append(event)
+
+    def take(self) -> list[Any] | None:
+        """All events since the last call; None if some were lost, so that one must start afresh."""
+        if len(self._events) >= MAX_EVENTS:
+            self._events.clear()
+            return None
+        return [self._events.popleft() for _ in range(len(self._events))]
+
+
+class Activity:
+    """Requests in flight, the last ones, totals, and events for whoever looks.
+
+    It is an `Observer` of the engine's steps, attached only while somebody looks.
+    """
+
+    def __init__(self, with_text: bool, observe: Callable[[Observer | None], None]):
+        """observe: attaches an observer to the engine, or none."""
         self.with_text = with_text
+        self._observe = observe
         self.active: dict[str, Watched] = {}
         self.recent: deque[Watched] = deque(maxlen=RECENT)
         self.totals = Totals()
-        self._viewers: list[deque[dict[str, Any]]] = []
+        self._viewers: tuple[Viewer, ...] = ()
 
     @property
     def viewers(self) -> int:
         """How many look."""
         return len(self._viewers)
 
-    def watch(self) -> deque[dict[str, Any]]:
-        """A new viewer's queue of events. It is full when events were lost: then start afresh."""
-        events: deque[dict[str, Any]] = deque(maxlen=MAX_EVENTS)
-        self._viewers.append(events)
-        return events
+    def watch(self) -> Viewer:
+        """A new viewer."""
+        viewer = Viewer()
+        self._viewers = (*self._viewers, viewer)
+        if len(self._viewers) == 1:
+            self._observe(self)
+        return viewer
 
-    def unwatch(self, events: deque[dict[str, Any]]) -> None:
+    def unwatch(self, viewer: Viewer) -> None:
         """Ends what `watch` began."""
-        self._viewers = [viewer for viewer in self._viewers if viewer is not events]
+        self._viewers = tuple(other for other in self._viewers if other is not viewer)
+        if not self._viewers:
+            self._observe(None)
+
+    def prefilled(self, step: PrefillStep) -> None:
+        """A step of a prompt is done; called on the engine's thread."""
+        self._put((time.time(), step))
+
+    def decoded(self, round: DecodeRound) -> None:
+        """A decode round is done; called on the engine's thread."""
+        self._put((time.time(), round))
+
+    def _put(self, event: Any) -> None:
+        for viewer in self._viewers:
+            viewer.put(event)
 
     def admit(self, watched: Watched) -> None:
         """A request has been taken by the engine."""
@@ -104,8 +151,13 @@ class Activity:
         self._tell("retire", watched)
 
     def _tell(self, kind: str, watched: Watched) -> None:
-        if not self._viewers:
-            return
-        event = {"k": kind, "t": time.time(), **asdict(watched)}
-        for events in self._viewers:
-            events.append(event)
+        if self._viewers:
+            self._put({"k": kind, "t": time.time(), **asdict(watched)})
+
+    def plain(self, events: list[Any], tokenizer: Tokenizer) -> list[dict[str, Any]]:
+        """Events of a viewer as a frame holds them."""
+        words = tokenizer if self.with_text else None
+        return [
+            event if isinstance(event, dict) else step_event(event[1], event[0], words)
+            for event in events
+        ]

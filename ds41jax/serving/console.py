@@ -1,28 +1,32 @@
 """The console: one page, a snapshot, and a WebSocket that keeps the page up to date.
 
-Nothing is sampled while nobody looks. A viewer gets events and counts of rounds in at most 20
-frames a second, and gauges in four of them; one that falls behind gets a fresh snapshot instead.
+Nothing is sampled while nobody looks: the engine has an observer only as long as there is a viewer.
+A viewer gets events in at most 20 frames a second, and gauges in four of them; one that falls
+behind gets a fresh snapshot instead.
 """
 
 import asyncio
+import functools
 import importlib.resources
 import time
-from collections import deque
+from collections.abc import Awaitable, Callable
 from dataclasses import asdict
 from typing import Any
 from urllib.parse import urlsplit
 
+import msgspec
 from litestar import Request, Response, WebSocket, get, websocket
 from litestar.datastructures import State
 from litestar.exceptions import WebSocketDisconnect
 
-from ds41jax.serving.activity import MAX_EVENTS
-from ds41jax.serving.info_routes import engine_statistics, statistics
+from ds41jax.serving.activity import Viewer
+from ds41jax.serving.info_routes import statistics
 from ds41jax.serving.server import Server
 
 FRAME_SECONDS = 1 / 20
 GAUGE_SECONDS = 0.25
 MAX_VIEWERS = 32
+Send = Callable[[str], Awaitable[None]]
 _POLICY = (
     "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; "
     "connect-src 'self'; img-src data:; frame-ancestors 'none'; base-uri 'none'"
@@ -30,11 +34,20 @@ _POLICY = (
 
 
 @get("/")
-async def page() -> Response[bytes]:
+async def page() -> Response[str]:
     """The console's page, with everything that it needs in it."""
-    file = importlib.resources.files("ds41jax.serving") / "console.html"
     headers = {"Content-Security-Policy": _POLICY, "X-Content-Type-Options": "nosniff"}
-    return Response(file.read_bytes(), media_type="text/html", headers=headers)
+    return Response(_page(), media_type="text/html", headers=headers)
+
+
+@functools.cache
+def _page() -> str:
+    """The page with its style and its scripts inside."""
+    folder = importlib.resources.files("ds41jax.serving") / "console_page"
+    text = (folder / "page.html").read_text("utf-8")
+    for part in ("style.css", "charts.js", "panels.js"):
+        text = text.replace(f"/* {part} */", (folder / part).read_text("utf-8"))
+    return text
 
 
 @get("/v1/console/snapshot")
@@ -51,8 +64,8 @@ async def stream(socket: WebSocket[Any, Any, State]) -> None:
         await socket.close(code=1008)
         return
     await socket.accept()
-    events = server.activity.watch()
-    sender = asyncio.create_task(_send(socket, server, events))
+    viewer = server.activity.watch()
+    sender = asyncio.create_task(send_frames(socket.send_text, server, viewer))
     try:
         while True:
             await socket.receive_data(mode="text")  # a viewer has nothing to say but good-bye
@@ -61,42 +74,33 @@ async def stream(socket: WebSocket[Any, Any, State]) -> None:
     finally:
         sender.cancel()
         await asyncio.gather(sender, return_exceptions=True)
-        server.activity.unwatch(events)
+        server.activity.unwatch(viewer)
 
 
-async def _send(
-    socket: WebSocket[Any, Any, State], server: Server, events: deque[dict[str, Any]]
-) -> None:
-    await socket.send_json(make_snapshot(server))
-    gauges_due, seen = 0.0, _rounds(server)
+async def send_frames(send: Send, server: Server, viewer: Viewer) -> None:
+    """Sends a snapshot, then frames, until it is cancelled."""
+    await send(_text(make_snapshot(server)))
+    gauges_due = 0.0
     while True:
         await asyncio.sleep(FRAME_SECONDS)
         now = time.time()
-        if len(events) == MAX_EVENTS:
-            events.clear()
-            await socket.send_json(make_snapshot(server))
+        events = viewer.take()
+        if events is None:
+            await send(_text(make_snapshot(server)))
             continue
         frame: dict[str, Any] = {"type": "frame", "now": now}
         if events:
-            frame["ev"] = list(events)
-            events.clear()
-        rounds = _rounds(server)
-        if rounds != seen:
-            frame["r"] = {name: rounds[name] - seen[name] for name in rounds}
-            seen = rounds
+            frame["ev"] = server.activity.plain(events, server.tokenizer)
         if now >= gauges_due:
             gauges_due = now + GAUGE_SECONDS
             frame["g"] = statistics(server)
             frame["active"] = _active(server)
         if len(frame) > 2:
-            await socket.send_json(frame)
+            await send(_text(frame))
 
 
-def _rounds(server: Server) -> dict[str, int]:
-    """The engine's counts of rounds and drafts, whose growth between two frames is the ticker."""
-    totals = engine_statistics(server).get("totals", {})
-    names = ("rounds", "drafted", "accepted", "emitted_tokens", "prefill_steps")
-    return {name: totals.get(name, 0) for name in names}
+def _text(value: dict[str, Any]) -> str:
+    return msgspec.json.encode(value).decode()
 
 
 def make_snapshot(server: Server) -> dict[str, Any]:

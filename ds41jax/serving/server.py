@@ -11,6 +11,7 @@ import deepseek_recipe as recipe
 
 import ds41jax
 from ds41jax.config import ModelConfig
+from ds41jax.engine.observer import Observer
 from ds41jax.engine.request import Event, Request
 from ds41jax.serving.activity import Activity
 from ds41jax.serving.gate import Gate
@@ -59,6 +60,8 @@ class Engine(Protocol):
 
     def stats(self) -> Any: ...
 
+    def observe(self, observer: Observer | None) -> None: ...
+
 
 @dataclass(frozen=True)
 class ServerOptions:
@@ -106,7 +109,7 @@ class Server:
         self.decoder = recipe.Tokenizer.from_str(tokenizer.to_json().decode())
         self.gate = Gate(engine.submit, options.queue_depth, options.queue_wait_seconds)
         self.decoders = asyncio.Semaphore(MAX_DECODERS)
-        self.activity = Activity(with_text=options.console_text)
+        self.activity = Activity(options.console_text, engine.observe)
         self.started = time.time()
         self.draining = False
 

@@ -13,6 +13,7 @@ from typing import Any
 
 from ds41jax.checkpoint.presets import default_config
 from ds41jax.config import ModelConfig, parse_config
+from ds41jax.engine.observer import DecodeRound, Observer, PrefillStep, RequestRound, StepTimes
 from ds41jax.engine.request import (
     EngineError,
     Event,
@@ -77,6 +78,7 @@ class FakeEngine:
         self.requests: list[Request] = []
         self.cancelled: list[str] = []
         self.open: set[str] = set()
+        self.observer: Observer | None = None
         self._ids = itertools.count()
 
     def submit(self, request: Request) -> "FakeHandle":
@@ -89,6 +91,10 @@ class FakeEngine:
         handle = FakeHandle(self, f"request-{next(self._ids)}", request)
         self.open.add(handle.id)
         return handle
+
+    def observe(self, observer: Observer | None) -> None:
+        """Tells of a prefill step and a round for each token."""
+        self.observer = observer
 
     def stats(self) -> FakeStats:
         """A snapshot."""
@@ -114,6 +120,9 @@ class FakeHandle:
     async def __aiter__(self) -> AsyncIterator[Event]:
         request, emitted = self._request, 0
         yield Started(len(request.token_ids), 3)
+        if self._engine.observer is not None:
+            total, times = len(request.token_ids), StepTimes(build=0.001, wait=0.004)
+            self._engine.observer.prefilled(PrefillStep(self.id, total, total, total, times))
         reason = "length"
         for step in self._engine.script(request):
             if isinstance(step, float):
@@ -125,6 +134,7 @@ class FakeHandle:
                 return
             id, logprobs = step if isinstance(step, tuple) else (step, None)
             emitted += 1
+            self._tell(id, len(request.token_ids) + emitted)
             yield Token(id, logprobs)
             if id == 1 and not request.ignore_eos:
                 reason = "stop"
@@ -133,6 +143,15 @@ class FakeHandle:
                 break
         self._engine.open.discard(self.id)
         yield Finished(reason, len(request.token_ids), emitted, 3, 0, 0)
+
+    def _tell(self, id: int, position: int) -> None:
+        """A round that accepted nothing of two drafts."""
+        if self._engine.observer is None:
+            return
+        drafts = (id + 1, id + 2, id + 3)
+        request = RequestRound(self.id, position, drafts, verified=2, accepted=0, emitted=(id,))
+        times = StepTimes(0.0001, 0.0005, 0.001, 0.008, 0.0004)
+        self._engine.observer.decoded(DecodeRound((request,), 3, 6, times, {"mode": "fixed"}))
 
 
 def arguments_of(chunks: list[Any]) -> str:

@@ -1,5 +1,6 @@
 """The console: its WebSocket, and its page in a browser."""
 
+import asyncio
 import json
 import shutil
 import threading
@@ -17,6 +18,8 @@ from websockets.exceptions import ConnectionClosed, InvalidStatus
 from websockets.sync.client import ClientConnection, connect
 
 from ds41jax.serving.activity import MAX_EVENTS, Activity, Watched
+from ds41jax.serving.console import send_frames
+from ds41jax.serving.server import Server, ServerOptions
 from ds41jax.tokenizer import Tokenizer
 
 CHROMIUM = shutil.which("chromium")
@@ -62,7 +65,15 @@ def test_stream(engine: FakeEngine, with_text: bool) -> None:
     assert got[0]["type"] == "snapshot" and got[0]["text"] == with_text
     assert all(frame["type"] == "frame" for frame in got[1:]) and len(got) <= 42
     kinds = [event["k"] for frame in got[1:] for event in frame.get("ev", [])]
-    assert kinds == ["admit", "start", "first", "retire"]
+    assert [k for k in kinds if k not in ("round", "prefill")] == [
+        "admit", "start", "first", "retire",
+    ]  # fmt: skip
+    assert kinds.count("prefill") == 1 and kinds.count("round") == 42
+    steps = [e for frame in got[1:] for e in frame.get("ev", []) if e["k"] in ("round", "prefill")]
+    assert steps[0]["done"] == steps[0]["total"] > 0 and steps[0]["ms"]["wait"] == 4.0
+    (one,) = steps[1]["req"]
+    assert (one["drafted"], one["verified"], one["accepted"], one["emitted"]) == (3, 2, 0, 1)
+    assert ("text" in one) == with_text and engine.observer is None
     active = [r for frame in got[1:] for r in frame.get("active", [])]
     assert active and active[-1]["gen"] > active[0]["gen"]
     assert ("secret" in json.dumps(got)) == with_text
@@ -88,15 +99,48 @@ def test_key_and_origin(engine: FakeEngine) -> None:
 
 
 def test_nobody_looks() -> None:
-    """No events are kept without a viewer, and a viewer that falls behind keeps a bounded queue."""
-    activity = Activity(with_text=False)
+    """The engine is observed from the first viewer's coming to the last one's leaving."""
+    observers: list[Any] = []
+    activity = Activity(False, observers.append)
     activity.admit(Watched(id="1", route="/", prompt=1))
-    events = activity.watch()
-    for n in range(MAX_EVENTS + 10):
-        activity.admit(Watched(id=str(n), route="/", prompt=1))
-    assert len(events) == MAX_EVENTS
-    activity.unwatch(events)
-    assert activity.viewers == 0
+    assert observers == []
+    first, second = activity.watch(), activity.watch()
+    activity.retire(activity.active["1"], "stop")
+    for viewer in (first, second):
+        events = viewer.take()
+        assert events is not None and [event["k"] for event in events] == ["retire"]
+    activity.unwatch(first)
+    assert observers == [activity]
+    activity.unwatch(second)
+    assert observers == [activity, None]
+
+
+def test_slow_viewer_starts_afresh(engine: FakeEngine) -> None:
+    """What does not fit into a viewer's queue is not sent in part: a snapshot takes its place."""
+    server = Server(engine, ServerOptions())
+    viewer = server.activity.watch()
+    sent: list[dict[str, Any]] = []
+    room = asyncio.Event()
+
+    async def send(text: str) -> None:
+        sent.append(json.loads(text))
+        await room.wait()
+
+    async def run() -> None:
+        task = asyncio.create_task(send_frames(send, server, viewer))
+        await asyncio.sleep(0.1)  # it is stuck with the first snapshot
+        for n in range(MAX_EVENTS + 10):
+            server.activity.admit(Watched(id=str(n), route="/", prompt=1))
+            server.activity.retire(server.activity.active[str(n)], "stop")
+        server.activity.admit(Watched(id="last", route="/", prompt=1))
+        room.set()
+        await asyncio.sleep(0.2)
+        task.cancel()
+
+    asyncio.run(run())
+    assert [message["type"] for message in sent[:2]] == ["snapshot", "snapshot"]
+    assert [request["id"] for request in sent[1]["requests"]] == ["last"]
+    assert all("ev" not in message for message in sent[2:])
 
 
 @pytest.mark.skipif(CHROMIUM is None, reason="needs Debian's chromium")
@@ -120,6 +164,9 @@ def test_page_in_a_browser(engine: FakeEngine, width: int, scheme: str) -> None:
             asking = ask(url)
             page.wait_for_selector("#active .bar")
             until(lambda: page.inner_text(".tile b")[0] in "123456789")
+            page.wait_for_selector("#active .request canvas")
+            until(lambda: "1 requests, 3 rows" in page.inner_text("#rounds-note"))
+            assert "8.00 ms" in page.inner_text("#times")
             asking.join()
             page.wait_for_selector("#recent td")
             assert "stop" in page.inner_text("#recent")
