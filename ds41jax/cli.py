@@ -6,7 +6,7 @@ from pathlib import Path
 
 import jax
 
-from ds41jax import plan_command
+from ds41jax import plan_command, qualify_command
 from ds41jax.cache_folder import cache_folder
 from ds41jax.checkpoint import make_command
 from ds41jax.engine.generate import GenerateOptions, Progress, stream_text
@@ -51,6 +51,9 @@ def _parser() -> argparse.ArgumentParser:
     serve = commands.add_parser("serve", help="serve the OpenAI, Anthropic and Responses APIs")
     arguments.add_arguments(serve)
     serve.set_defaults(run=_serve)
+    qualify = commands.add_parser("qualify", help="examine a model on questions with one answer")
+    qualify_command.add_arguments(qualify)
+    qualify.set_defaults(run=qualify_command.run)
     clients = commands.add_parser("clients", help="print configuration for the usual clients")
     clients_command.add_arguments(clients)
     clients.set_defaults(run=clients_command.run)
