@@ -125,6 +125,21 @@ _DEFAULT_TEXT: dict[str, Any] = _TINY_TEXT | {
 }
 
 
+_NANO_TEXT: dict[str, Any] = _DEFAULT_TEXT | {
+    "hidden_size": 256,
+    "moe_intermediate_size": 64,
+    "q_lora_rank": 128,
+    "o_lora_rank": 64,
+    "max_position_embeddings": 16_384,
+    "sliding_window": 64,
+    "index_n_heads": 4,
+    "engram_layer_ids": [1, 3],
+    "engram_vocab_size": 1009,
+    "dspark_n_routed_experts": 8,
+    "dspark_num_experts_per_tok": 2,
+}
+
+
 def tiny_config() -> dict[str, Any]:
     """10 narrow layers with every mechanism and a byte-level vocabulary of 512; about 5 MB."""
     tokenizer = byte_tokenizer(512)
@@ -139,6 +154,13 @@ def default_config() -> dict[str, Any]:
     return _config_json(
         _DEFAULT_TEXT, vision, OFFICIAL_VOCAB_SIZE, _OFFICIAL_COMPRESSED_VOCAB, _OFFICIAL_IDS
     )
+
+
+def nano_config(tokenizer: Tokenizer) -> dict[str, Any]:
+    """The geometry of the trained nano model: 8 layers of width 256, 15 million weights."""
+    ids = {token: tokenizer.special_id(token) for token in _OFFICIAL_IDS}
+    compressed = int(compressed_token_map(tokenizer).max()) + 1
+    return _config_json(_NANO_TEXT, _VISION, tokenizer.vocab_size, compressed, ids)
 
 
 PRESETS = {"tiny": tiny_config, "default": default_config}

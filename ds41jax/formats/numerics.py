@@ -49,6 +49,47 @@ class Numerics(enum.Enum):
         return values(self.quantize(x, format))
 
 
+@jax.custom_vjp
+def straight_through(x: jax.Array, rounded: jax.Array) -> jax.Array:
+    """`rounded`, with the gradient of `x`: how a quantiser is trained through (arXiv 1308.3432)."""
+    return rounded
+
+
+def _straight_forward(x: jax.Array, rounded: jax.Array) -> tuple[jax.Array, None]:
+    return rounded, None
+
+
+def _straight_backward(_: None, gradient: jax.Array) -> tuple[jax.Array, jax.Array]:
+    return gradient, jnp.zeros_like(gradient)
+
+
+straight_through.defvjp(_straight_forward, _straight_backward)
+
+
+@jax.custom_vjp
+def steer(x: jax.Array, target: jax.Array, gradient: jax.Array) -> jax.Array:
+    """`x` unchanged; while training, `target` receives `gradient` whatever the loss is.
+
+    For what no loss reaches through a choice of the best few: selection biases, index scores.
+    """
+    return x
+
+
+def _steer_forward(
+    x: jax.Array, target: jax.Array, gradient: jax.Array
+) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+    return x, (gradient,)
+
+
+def _steer_backward(
+    kept: tuple[jax.Array, ...], incoming: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    return incoming, kept[0], jnp.zeros_like(kept[0])
+
+
+steer.defvjp(_steer_forward, _steer_backward)
+
+
 def values(x: Any) -> Any:
     """Float32 values of an array that may be quantised."""
     return decode(x) if isinstance(x, QuantizedArray) else x.astype(jnp.float32)

@@ -8,7 +8,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ds41jax.formats import Format, Numerics, QuantizedArray
+from ds41jax.formats import Format, Numerics, QuantizedArray, values
+from ds41jax.formats.numerics import straight_through
 
 
 class Kernels(enum.Enum):
@@ -31,14 +32,21 @@ class Phase(enum.Enum):
 
 @dataclass(frozen=True)
 class Compute:
-    """Passed to every function of the model as a static argument."""
+    """Passed to every function of the model as a static argument.
+
+    `differentiable` is for training: the definitions in a form that `jax.grad` takes and that runs
+    whole batches at once. Quantisers round as ever, with straight-through gradients, but hand on
+    float32 values instead of codes; a row's bits may depend on the rows beside it. Of the kernels
+    only those that need no gradient run.
+    """
 
     numerics: Numerics = Numerics.REFERENCE
     kernels: Kernels = Kernels.JNP
     phase: Phase = Phase.DECODE
+    differentiable: bool = False
 
     def __post_init__(self) -> None:
-        if self.on_gpu and self.numerics is not Numerics.REFERENCE:
+        if self.kernels is not Kernels.JNP and self.numerics is not Numerics.REFERENCE:
             raise ValueError(
                 f"the kernels round as trained, so not {self.numerics.value!r} numerics"
             )
@@ -51,7 +59,17 @@ class Compute:
     @property
     def on_gpu(self) -> bool:
         """Whether the operations run as Pallas kernels."""
-        return self.kernels is not Kernels.JNP
+        return self.kernels is not Kernels.JNP and not self.differentiable
+
+    @property
+    def selecting(self) -> "Compute":
+        """The same for choices of the best few, which no gradient passes."""
+        return dataclasses.replace(self, differentiable=False)
+
+    @property
+    def keeps_codes(self) -> bool:
+        """Whether quantised values are held as codes, not as float32 values."""
+        return self.numerics is Numerics.REFERENCE and not self.differentiable
 
     @property
     def dtype(self) -> jnp.dtype:
@@ -64,11 +82,14 @@ class Compute:
 
     def quantize(self, x: jax.Array, format: Format) -> QuantizedArray | jax.Array:
         """See `Numerics.quantize`."""
+        if self.differentiable:
+            x = x.astype(jnp.float32)
+            return straight_through(x, self.numerics.fake_quantize(x, format))
         return self.numerics.quantize(x, format)
 
     def fake_quantize(self, x: jax.Array, format: Format) -> Any:
         """See `Numerics.fake_quantize`."""
-        return self.numerics.fake_quantize(x, format)
+        return values(self.quantize(x, format))
 
 
 REFERENCE = Compute()

@@ -50,7 +50,7 @@ Weight = Any  # QuantizedArray, jax.Array, or values of a quantised one on the j
 
 def operand(weight: Weight, compute: Compute) -> Weight:
     """A weight as the products below want it: kernels read quantised ones in place."""
-    return weight if compute.on_gpu else values(weight)
+    return weight if compute.on_gpu or compute.differentiable else values(weight)
 
 
 def dot(x: jax.Array, w: jax.Array) -> jax.Array:
@@ -66,21 +66,31 @@ def dot(x: jax.Array, w: jax.Array) -> jax.Array:
 
 def project(x: jax.Array, w: jax.Array, compute: Compute) -> jax.Array:
     """`dot` of rows x [T, in] with an unquantised weight. On a GPU `x` must fit bfloat16."""
+    if compute.differentiable:
+        return _dot_of_batch(x, w)
     return matmul(x[:, None, None], w, compute) if compute.on_gpu else dot(x, w)
+
+
+def _dot_of_batch(x: jax.Array, w: jax.Array) -> jax.Array:
+    """`dot` on matrix units where the weight's values fit bfloat16."""
+    if w.dtype != jnp.bfloat16:
+        return dot(x, w)
+    dims = (((x.ndim - 1,), (w.ndim - 1,)), ((), ()))
+    return lax.dot_general(x.astype(w.dtype), w, dims, preferred_element_type=jnp.float32)
 
 
 def linear(x: jax.Array, w: jax.Array, compute: Compute) -> jax.Array:
     """A product with an unquantised weight, rounded once. x [T, in], w [out, in]."""
     if compute.on_gpu:
         return matmul(x[:, None, None], w, compute, rounded=True)
-    return compute.round(dot(x, w))
+    return compute.round(project(x, w, compute))
 
 
 def quantized_linear(x: jax.Array, w: Weight, compute: Compute) -> jax.Array:
     """A product with a quantised weight (`operand`); the input [T, in] is quantised to FP8."""
     if compute.on_gpu:
         return matmul(quantized_planes(x, 2, compute)[:, None], w, compute, rounded=True)
-    return compute.round(dot(compute.fake_quantize(x, Format.FP8_GROUP), w))
+    return compute.round(project(compute.fake_quantize(x, Format.FP8_GROUP), w, compute))
 
 
 def grouped_linear(x: jax.Array, w: Weight, compute: Compute) -> jax.Array:
@@ -90,9 +100,9 @@ def grouped_linear(x: jax.Array, w: Weight, compute: Compute) -> jax.Array:
     rows, groups, _ = x.shape
     product = jnp.einsum(
         "tgd,grd->tgr",
-        x.astype(jnp.float32),
+        x.astype(w.dtype),
         w.reshape(groups, -1, w.shape[-1]),
-        precision=lax.Precision.HIGHEST,
+        precision=None if compute.differentiable else lax.Precision.HIGHEST,
         preferred_element_type=jnp.float32,
     )
     return compute.round(product).reshape(rows, -1)

@@ -57,7 +57,29 @@ def split_mixes(
     pre = jax.nn.sigmoid(mixes[:, :s] * scale[0] + base[:s]) + eps
     post = 2 * jax.nn.sigmoid(mixes[:, s : 2 * s] * scale[1] + base[s : 2 * s])
     comb = (mixes[:, 2 * s :] * scale[2] + base[2 * s :]).reshape(-1, s, s)
+    if compute.differentiable:
+        return pre, post, _sinkhorn_of_batch(comb, iterations, eps)
     return pre, post, sinkhorn(comb, iterations, eps)
+
+
+def _sinkhorn_of_batch(logits: jax.Array, iterations: int, eps: float) -> jax.Array:
+    """`sinkhorn` for training: rows last, and sums of slices, which XLA fuses as it does no
+    reduction."""
+    comb = jnp.moveaxis(jax.nn.softmax(logits, axis=-1), 0, -1) + eps  # [S, S, T]
+
+    def over_columns(comb: jax.Array) -> jax.Array:
+        first, *rest = (comb[:, k] for k in range(comb.shape[1]))
+        return comb / (sum(rest, first)[:, None] + eps)
+
+    def over_rows(comb: jax.Array) -> jax.Array:
+        first, *rest = comb
+        return comb / (sum(rest, first)[None] + eps)
+
+    def normalise(comb: jax.Array, _: None) -> tuple[jax.Array, None]:
+        return over_rows(over_columns(comb)), None
+
+    comb, _ = lax.scan(normalise, over_rows(comb), None, length=iterations - 1, unroll=4)
+    return jnp.moveaxis(comb, -1, 0)
 
 
 def _split_on_gpu(

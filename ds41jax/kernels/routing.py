@@ -12,6 +12,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
+from ds41jax.formats.numerics import steer
 from ds41jax.kernels import gpu
 from ds41jax.kernels.compute import Compute
 
@@ -47,7 +48,20 @@ def choose_experts(
     chosen = jnp.take_along_axis(scores, ids, axis=1)
     if normalise:
         chosen = chosen / (chosen.sum(-1, keepdims=True) + ROUTING_EPS)
+    if compute.differentiable:
+        chosen = steer(chosen, bias, _overload(ids, bias))
     return ids, chosen * factor
+
+
+def _overload(ids: jax.Array, bias: jax.Array) -> jax.Array:
+    """What steers a bias [T, E] towards even load: each expert's share of the choices above 1 / E.
+
+    An optimiser that takes its sign is the balancing rule without an auxiliary loss (arXiv
+    2408.15664).
+    """
+    rows, experts = bias.shape
+    share = jnp.zeros(experts).at[ids.reshape(-1)].add(1.0) / ids.size
+    return jnp.broadcast_to((share - 1 / experts) / rows, bias.shape)
 
 
 def _choose_on_gpu(

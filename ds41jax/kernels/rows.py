@@ -24,7 +24,8 @@ def map_rows(compute: Compute, function: Callable[..., T], *rows: Any, tile: int
 
     Args:
       compute: which kernels run; the jnp ones need the tiles. On a GPU `function` takes all rows at
-        once: its products are kernels that keep rows apart themselves.
+        once: its products are kernels that keep rows apart themselves. So it does in training,
+        where nothing keeps them apart.
       function: takes arrays (or trees of them) of `tile` rows, returns a tree of `tile`-row arrays,
         and treats every row alike and apart. What it closes over is shared by all rows.
       *rows: trees of arrays with the same number of rows on their first axis.
@@ -33,7 +34,7 @@ def map_rows(compute: Compute, function: Callable[..., T], *rows: Any, tile: int
     Returns:
       The results with the rows' first axis restored.
     """
-    if compute.on_gpu:
+    if compute.on_gpu or compute.differentiable:
         return function(*rows)
     count = jax.tree.leaves(rows)[0].shape[0]
     tiles = max(

@@ -25,6 +25,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
 from ds41jax.formats import Format, QuantizedArray, values
+from ds41jax.formats.numerics import steer
 from ds41jax.kernels import gpu
 from ds41jax.kernels.compute import Compute, Phase
 from ds41jax.kernels.rows import map_rows
@@ -113,6 +114,7 @@ def sparse_attention(
     sink: jax.Array,
     scale: float,
     compute: Compute,
+    guide: jax.Array | None = None,
 ) -> jax.Array:
     """Attention over rows gathered by index from one or more stores.
 
@@ -124,6 +126,8 @@ def sparse_attention(
       sink: [H] float32 sink logits.
       scale: factor of the scores.
       compute: rounding of probabilities and output.
+      guide: in training, the index scores [T, K] by which the last source's rows were chosen; they
+        are taught to follow the attention that the rows get.
 
     Returns:
       [T, H, D] in the activation dtype.
@@ -131,12 +135,50 @@ def sparse_attention(
     if compute.on_gpu:
         return _attend_on_gpu(q, sources, sink, scale, compute)
 
+    if compute.differentiable:
+        return _attend_at_once(q, sources, sink, scale, compute, guide)
+
     def tile(q: jax.Array, *index: jax.Array) -> jax.Array:
         keys = [take_rows(rows, i) for (rows, _), i in zip(sources, index, strict=True)]
         valid = jnp.concatenate(index, axis=1) >= 0
         return attend(q, jnp.concatenate(keys, axis=1), valid, sink, scale, compute)
 
     return map_rows(compute, tile, q, *(index for _, index in sources))
+
+
+def _attend_at_once(
+    q: jax.Array,
+    sources: tuple[tuple[Rows, jax.Array], ...],
+    sink: jax.Array,
+    scale: float,
+    compute: Compute,
+    guide: jax.Array | None,
+) -> jax.Array:
+    """`sparse_attention` for training: a plain softmax over all chosen rows."""
+    keys = jnp.concatenate([take_rows(rows, index) for rows, index in sources], axis=1)
+    keys = keys.astype(compute.dtype)
+    valid = jnp.concatenate([index for _, index in sources], axis=1) >= 0
+    product = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
+    scores = product("thd,tkd->thk", q, keys) * scale
+    scores = jnp.where(valid[:, None, :], scores, -1e30)
+    scores = jnp.concatenate([scores, jnp.broadcast_to(sink[:, None], (*q.shape[:2], 1))], axis=-1)
+    p = jax.nn.softmax(scores, axis=-1)[..., :-1]
+    out = compute.round(product("thk,tkd->thd", compute.round(p), keys))
+    if guide is None:
+        return out
+    return steer(out, guide, _index_gradient(guide, p[..., -guide.shape[1] :], sources[-1][1] >= 0))
+
+
+def _index_gradient(guide: jax.Array, p: jax.Array, valid: jax.Array) -> jax.Array:
+    """Of the divergence from the heads' attention p [T, H, K] to softmax(guide [T, K]).
+
+    A query counts as much as its heads attend to chosen rows at all. (The indexer's training in
+    DeepSeek-V3.2, section 2.1, there with all queries alike.)
+    """
+    mass = jnp.where(valid, p.mean(axis=1), 0)
+    total = mass.sum(axis=1, keepdims=True)
+    chance = jax.nn.softmax(jnp.where(valid, guide, -1e30), axis=-1)
+    return jnp.where(valid, chance * total - mass, 0) / guide.shape[0]
 
 
 def attention_floor(queries: int, window: int, chosen: int, heads: int, d: int) -> tuple[int, int]:

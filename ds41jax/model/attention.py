@@ -154,10 +154,14 @@ def attend(
     frequencies: Frequencies,
     config: ModelConfig,
     compute: Compute,
+    guide: jax.Array | None = None,
 ) -> jax.Array:
-    """Attention over the given rows, and the output projection: q [T, H, D] -> [T, hidden]."""
+    """Attention over the given rows, and the output projection: q [T, H, D] -> [T, hidden].
+
+    `guide`: see `sparse_attention`.
+    """
     scale = config.head_dim**-0.5
-    out = sparse_attention.sparse_attention(q, sources, weights.attn_sink, scale, compute)
+    out = sparse_attention.sparse_attention(q, sources, weights.attn_sink, scale, compute, guide)
     return project_output(out, positions, weights, frequencies, config, compute)
 
 

@@ -32,6 +32,8 @@ from ds41jax.model.rope import compressed_frequencies, plain_frequencies
 from ds41jax.model.state import KVState, StepBatch, ring_rows, ring_slots, write_ring
 from ds41jax.model.tensors import at_layer, lookup
 
+_KEPT = jax.checkpoint_policies.save_only_these_names(indexer.CHOSEN)  # by a training step
+
 Index = jax.Array | int
 T = TypeVar("T")
 
@@ -67,9 +69,12 @@ def run_layers(
 
     Unrolled, every choice that a layer's index makes is static, and its weights are read in place.
     """
-    if compute.on_gpu:
+    if compute.on_gpu or compute.differentiable:
         for index in range(first, last):
-            carry = layer(carry, index, params, batch, config, compute)
+            run: Callable[..., Carry] = partial(layer, index=index, config=config, compute=compute)
+            if compute.differentiable:
+                run = jax.checkpoint(run, policy=_KEPT)
+            carry = run(carry, params=params, batch=batch)
         return carry
 
     def body(index: Index, carry: Carry) -> Carry:
@@ -134,7 +139,12 @@ def add_engram(
     def look_up() -> jax.Array:
         mine = at_layer(params.engram, place)
         return engram(
-            stream, rows.map(lambda x: x[:, place]), ~batch.is_image, mine, config, compute
+            stream,
+            jax.tree.map(lambda x: x[:, place], rows),
+            ~batch.is_image,
+            mine,
+            config,
+            compute,
         )
 
     has_engram = tuple(int(place >= 0) for place in config.engram_index)
@@ -168,8 +178,9 @@ def attention_layer(
             source = jnp.maximum(lookup(config.kv_source_index, index), 0)
             chosen = attention.global_index(selection.rows, batch, source)
             sources.append((attention.pool_rows(state), jnp.where(reads, chosen, -1)))
+    guide = selection.scores if len(sources) > 1 else None
     out = attention.attend(
-        q, batch.positions, tuple(sources), weights, frequencies, config, compute
+        q, batch.positions, tuple(sources), weights, frequencies, config, compute, guide
     )
     if compute.on_gpu:  # the ring is written in place, so the read must come first
         rows, out = lax.optimization_barrier((rows, out))
@@ -237,9 +248,8 @@ def select(
 
     def score(role: SelectRole, ratio: int) -> Selection:
         chooser = at_layer(params.indexer, place)
-        q, head_weights = indexer.index_queries(
-            x, latent, batch.positions, chooser, config, compute
-        )
+        apart = lax.stop_gradient((x, latent))  # the indexer learns from attention alone
+        q, head_weights = indexer.index_queries(*apart, batch.positions, chooser, config, compute)
         keys = indexer.sequence_keys(state, batch, source, ratio, compute)
         chosen, _ = indexer.select(
             q, head_weights, keys, batch, selection, role, ratio, config, compute

@@ -14,6 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import struct
+from jax import lax
 
 from ds41jax.config import ModelConfig
 from ds41jax.formats import Format
@@ -192,7 +193,8 @@ def _latent_rows(
 
     def tile(pooled: jax.Array, positions: jax.Array) -> tuple[Any, Any]:
         latent = rms_norm(pooled, norm, eps, compute)
-        key = rms_norm(linear(latent, wk, compute), k_norm, eps, compute)
+        key = linear(lax.stop_gradient(latent), wk, compute)  # the indexer learns apart
+        key = rms_norm(key, k_norm, eps, compute)
         key = rotate(key, positions, frequencies, compute)
         latent = rotate(latent, positions, frequencies, compute)
         return (

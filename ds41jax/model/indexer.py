@@ -7,10 +7,13 @@ choose inside those blocks only. Layers in between reuse the last selection.
 Letters: T rows, H index heads, I index width, N rows of a sequence, K selected, B candidate blocks.
 """
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 from flax import struct
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 
 from ds41jax.config import ModelConfig, SelectRole
 from ds41jax.formats import Format, QuantizedArray, values
@@ -27,8 +30,10 @@ from ds41jax.kernels.index_select import (
 from ds41jax.kernels.linear import linear, operand, quantized_linear
 from ds41jax.kernels.rows import map_rows
 from ds41jax.model.rope import compressed_frequencies, rotate
-from ds41jax.model.state import PAGE_ROWS, KVState, StepBatch
+from ds41jax.model.state import PAGE_ROWS, KVState, StepBatch, slots_of
 from ds41jax.model.tensors import spec
+
+CHOSEN = "chosen"  # name of what a training step keeps instead of choosing again
 
 
 @struct.dataclass
@@ -46,10 +51,12 @@ class Selection:
     Attributes:
       rows: [T, K] int32 global rows of the sequence, ascending, then -1.
       blocks: [T, B] bool candidate blocks.
+      scores: in training, the scores [T, K] of `rows`, for attention to teach; otherwise None.
     """
 
     rows: jax.Array
     blocks: jax.Array
+    scores: jax.Array | None = None
 
 
 def indexer_specs(config: ModelConfig) -> IndexerWeights:
@@ -120,9 +127,14 @@ def sequence_keys(
     ratio: int,
     compute: Compute = REFERENCE,
 ) -> jax.Array | PagedKeys:
-    """Index keys of every sequence's rows, in order: values [B, N, I], on a GPU where they lie."""
+    """Index keys of every sequence's rows, in order: values [B, N, I], on a GPU where they lie.
+
+    In training of every slot's rows, [S, N, I]: there a slot holds several documents.
+    """
     pages = sequence_rows(batch, ratio) // PAGE_ROWS
     table = batch.page_tables[source][:, :pages]
+    if compute.differentiable:
+        table = table[batch.sequences.reshape(slots_of(state), -1)[:, 0]]
     if compute.on_gpu:
         assert isinstance(state.index_pages, QuantizedArray)
         return PagedKeys(state.index_pages, table)
@@ -150,6 +162,11 @@ def select(
     Returns:
       The new selection, and the scores [T, N] (-inf where not visible) for those who look inside.
     """
+    if compute.differentiable:
+        assert not isinstance(keys, PagedKeys)
+        return _select_in_training(
+            q, head_weights, keys, batch, selection, role, ratio, config, compute
+        )
     sequences = jnp.minimum(batch.sequences, batch.starts.shape[0] - 1)
     if isinstance(keys, PagedKeys):
         visible = (batch.positions + 1) // ratio
@@ -176,6 +193,60 @@ def select(
         compute, one, q, head_weights, sequences, batch.positions, selection.blocks, tile=1
     )
     return Selection(rows=rows, blocks=blocks), scores
+
+
+def _select_in_training(
+    q: jax.Array,
+    head_weights: jax.Array,
+    keys: jax.Array,
+    batch: StepBatch,
+    selection: Selection,
+    role: SelectRole,
+    ratio: int,
+    config: ModelConfig,
+    compute: Compute,
+) -> tuple[Selection, jax.Array]:
+    """`select` for whole batches: equal numbers of rows T / S in each of the slots of keys [S, N,
+    I]. The chosen rows' scores are computed again with a gradient; no choice has one."""
+    slots, n, _ = keys.shape
+    by_slot = partial(jnp.reshape, shape=(slots, -1))
+
+    def all_scores(inputs: tuple[jax.Array, jax.Array, jax.Array]) -> jax.Array:
+        q, weights, keys = inputs
+        return compute.round(_weighted_scores("thi,ni->thn", q, keys, weights, compute))
+
+    q, head_weights = (x.reshape(slots, -1, *x.shape[1:]) for x in (q, head_weights))
+    scores = lax.map(all_scores, jax.tree.map(lax.stop_gradient, (q, head_weights, keys)))
+    scores = scores.reshape(-1, n).astype(jnp.float32)
+    visible = (batch.positions + 1) // ratio
+    lowest = -(-batch.per_row(batch.starts) // ratio)
+    row = jnp.arange(n)[None, :]
+    seen = (row < visible[:, None]) & (row >= lowest[:, None])
+    scores = jnp.where(seen, scores, -jnp.inf)
+    if compute.selecting.on_gpu:
+        chosen = _choose_on_gpu(scores, visible, selection.blocks, role, config, compute.selecting)
+        rows, blocks = chosen.rows, chosen.blocks
+    else:
+        choose = partial(_choose, role=role, config=config)
+        rows, blocks = jax.vmap(choose)(scores, visible, selection.blocks)
+    rows, blocks = checkpoint_name(rows, CHOSEN), checkpoint_name(blocks, CHOSEN)
+    safe = by_slot(jnp.maximum(rows, 0))[..., None]
+    mine = jnp.take_along_axis(keys, safe, axis=1).reshape(*q.shape[:2], -1, keys.shape[2])
+    taught = _weighted_scores("sthi,stki->sthk", q, mine, head_weights, compute).reshape(rows.shape)
+    return Selection(rows=rows, blocks=blocks, scores=taught), scores
+
+
+def _weighted_scores(
+    expression: str,
+    q: jax.Array,
+    keys: jax.Array,
+    head_weights: jax.Array,
+    compute: Compute,
+) -> jax.Array:
+    """Sum over heads of weight * relu(q . k), unrounded."""
+    q, keys = q.astype(compute.dtype), keys.astype(compute.dtype)
+    products = jnp.einsum(expression, q, keys, preferred_element_type=jnp.float32)
+    return (jax.nn.relu(products) * head_weights.astype(jnp.float32)[..., None]).sum(-2)
 
 
 def _choose(

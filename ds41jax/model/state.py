@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from flax import struct
 
 from ds41jax.config import ModelConfig
-from ds41jax.formats import Format, Numerics, QuantizedArray
+from ds41jax.formats import Format, QuantizedArray
 from ds41jax.kernels.compute import Compute
 
 PAGE_ROWS = 256
@@ -103,6 +103,11 @@ class CacheShape:
     pages: int
 
 
+def slots_of(state: KVState) -> int:
+    """S, the sequences that the caches hold."""
+    return int(state.suffix_pre.shape[0])
+
+
 def ring_rows(config: ModelConfig) -> int:
     """Twice the window: rejected rows never overwrite live ones, and the first layer of a bounded
     prefill's decoder part finds the window of its earliest row."""
@@ -110,7 +115,7 @@ def ring_rows(config: ModelConfig) -> int:
 
 
 def _empty(shape: tuple[int, ...], format: Format, compute: Compute) -> Rows:
-    if compute.numerics is Numerics.FLOAT32:
+    if not compute.keeps_codes:
         return jnp.zeros(shape, jnp.float32)
     *lead, columns = shape
     kv = format is Format.KV_FP4

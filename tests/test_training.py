@@ -1,0 +1,242 @@
+"""Training computes what inference does, and its gradients reach every weight that it trains."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from ds41jax.checkpoint.presets import slice_config, tiny_config
+from ds41jax.config import parse_config
+from ds41jax.engine.batching import SequenceRows, build_batch
+from ds41jax.formats import Format, Numerics, QuantizedArray, values
+from ds41jax.formats.numerics import steer, straight_through
+from ds41jax.formats.quantized import encode
+from ds41jax.kernels.compute import Compute
+from ds41jax.model import backbone, drafter
+from ds41jax.model.engram_hash import EngramHash, compressed_token_map
+from ds41jax.model.params import param_specs
+from ds41jax.model.state import CacheShape, init_state
+from ds41jax.tokenizer import byte_tokenizer
+from ds41jax.training.batches import Shape, make_batch, step_batch
+from ds41jax.training.draft_forward import draft_in_training
+from ds41jax.training.export import encoded_params
+from ds41jax.training.losses import drafter_loss, target_forward, target_loss
+from ds41jax.training.masters import engram_rows, initial_masters, stored_params
+from ds41jax.training.trainer import (
+    Phase,
+    drafter_optimiser,
+    interleaved,
+    load_tree,
+    new_learner,
+    save_tree,
+    target_optimiser,
+    target_step,
+)
+
+# a layer of each kind: Engram, a paired source, the candidate source, one that selects within
+CONFIG = parse_config(
+    slice_config(tiny_config(), [1, 2, 6, 8], draft_stages=1, vision=True, engram_buckets=101)
+)
+SHAPE = Shape(rows=2, length=64)
+FIRST, SECOND = 24, 40  # tokens of the documents of each row
+HASH = EngramHash.from_config(CONFIG, compressed_token_map(byte_tokenizer(512)))
+
+GRADIENT = jax.jit(jax.grad(target_loss), static_argnums=(2, 3, 4))
+FORWARD = jax.jit(target_forward, static_argnums=(2, 3, 4))
+
+
+@pytest.fixture(scope="module")
+def masters():
+    """Random weights at values that the checkpoint's formats hold exactly."""
+    drawn = initial_masters(CONFIG, seed=3)
+    noisy = jax.tree.map(_noisy, drawn)
+    return jax.jit(_as_stored)(noisy)
+
+
+def _as_stored(masters):
+    params = jax.tree.map(values, encoded_params(masters, CONFIG), is_leaf=_is_quantized)
+    return dataclasses.replace(masters, params=params)
+
+
+def _noisy(x):
+    return x + 0.05 * jax.random.normal(jax.random.key(x.size % 1009), x.shape)
+
+
+def _is_quantized(x):
+    return isinstance(x, QuantizedArray)
+
+
+@pytest.fixture(scope="module")
+def batch():
+    return _batch(seed=0)
+
+
+def _batch(seed):
+    tokens = np.random.default_rng(seed).integers(3, 259, (SHAPE.rows, SHAPE.length + 1))
+    tokens[:, [0, FIRST]] = CONFIG.bos_token_id
+    return make_batch(tokens, np.full(tokens.shape, 16), CONFIG, HASH)
+
+
+def _alone(masters, batch, first, count, compute):
+    """Inference of one document: logits, taps, state."""
+    pages = np.arange(len(CONFIG.kv_source_layer_ids), dtype=np.int32).reshape(-1, 1, 1)
+    rows = slice(first, first + count)
+    plain = dataclasses.replace(compute, differentiable=True)
+    table = engram_rows(masters, jnp.asarray(batch.engram_ids[rows]), plain)
+    engram = encode(table, Format.FP8_GROUP)
+    if compute.numerics is Numerics.FLOAT32:
+        engram = table
+    tokens = np.asarray(batch.tokens[rows])
+    sequence = SequenceRows(
+        slot=0, start=0, token_ids=tokens, engram=encode(table, Format.FP8_GROUP)
+    )
+    step = build_batch([sequence], pages, CONFIG, buckets=(count,))
+    step = jax.tree.map(jnp.asarray, dataclasses.replace(step, engram=engram))
+    state = init_state(CONFIG, CacheShape(slots=1, pages=len(pages)), compute)
+    params = encoded_params(masters, CONFIG)
+    state, logits, taps = jax.jit(backbone.forward, static_argnums=(3, 4))(
+        params, state, step, CONFIG, compute
+    )
+    state = drafter.absorb(params.drafter, state, taps, step, CONFIG, compute)
+    return logits, taps, state, params
+
+
+def _distance(a, b):
+    a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
+    return np.linalg.norm(a - b) / np.linalg.norm(b)
+
+
+def test_a_packed_document_is_computed_as_alone(masters, batch):
+    """Without rounding, that is: with it, random weights turn last bits into other experts."""
+    compute = Compute(Numerics.FLOAT32)
+    trained = dataclasses.replace(compute, differentiable=True)
+    logits, taps, _ = FORWARD(masters, batch, SHAPE, CONFIG, trained)
+    for first, count in ((0, FIRST), (FIRST, SECOND), (SHAPE.length, FIRST)):
+        wanted, wanted_taps, _, _ = _alone(masters, batch, first, count, compute)
+        rows = slice(first, first + count)
+        assert _distance(logits[rows], wanted) < 1e-4
+        assert _distance(taps[rows], wanted_taps) < 1e-4
+
+
+@pytest.mark.parametrize("format", [Format.FP8_GROUP, Format.MXFP4, Format.KV_FP4])
+def test_training_rounds_as_the_formats_do(format):
+    x = jax.random.normal(jax.random.key(1), (5, 64))
+    made = Compute(differentiable=True).quantize(x, format)
+    assert np.array_equal(made, values(encode(x, format)))
+
+
+def test_a_draft_of_the_text_is_the_draft_of_inference(masters, batch):
+    compute = Compute(Numerics.FLOAT32)
+    trained = dataclasses.replace(compute, differentiable=True)
+    _, taps, step = FORWARD(masters, batch, SHAPE, CONFIG, trained)
+    params = stored_params(masters, CONFIG, trained)
+    anchor = FIRST + 20
+    made = draft_in_training(params, taps, step, jnp.asarray([anchor]), CONFIG, trained)
+    _, _, state, quantized = _alone(masters, batch, FIRST, anchor - FIRST, compute)
+    wanted = drafter.draft(
+        quantized.drafter,
+        quantized.embed,
+        quantized.head,
+        state,
+        jnp.zeros(1, jnp.int32),
+        jnp.asarray(batch.tokens[anchor : anchor + 1]),
+        jnp.asarray([anchor - FIRST], jnp.int32),
+        CONFIG,
+        compute,
+    )
+    assert _distance(made.base_logits, wanted.base_logits) < 1e-4
+    assert _distance(made.logits[:, 0], wanted.logits[:, 0]) < 1e-4
+    assert _distance(made.confidence[:, 0], wanted.confidence[:, 0]) < 1e-3
+
+
+def test_the_gradient_reaches_every_trained_weight(masters, batch):
+    gradient = GRADIENT(masters, batch, SHAPE, CONFIG, Compute(differentiable=True))
+    params = dataclasses.replace(gradient.params, drafter=None, vision=None)
+    flat, _ = jax.tree_util.tree_flatten_with_path(dataclasses.replace(gradient, params=params))
+    dead = [jax.tree_util.keystr(at) for at, x in flat if not np.abs(x).max() > 0]
+    assert all(np.isfinite(x).all() for _, x in flat)
+    assert dead == [".params.layers.ffn.gate.bias_vl"]  # image rows alone have it
+
+
+def test_a_selection_bias_is_steered_against_the_load(masters, batch):
+    gradient = GRADIENT(masters, batch, SHAPE, CONFIG, Compute(differentiable=True))
+    bias = np.asarray(gradient.params.layers.ffn.gate.bias)
+    assert np.allclose(bias.sum(axis=1), 0, atol=1e-6)
+    assert (bias > 0).any(axis=1).all()
+
+
+def test_the_drafter_learns_and_the_target_stays(masters, batch):
+    compute = Compute(differentiable=True)
+    anchors = jnp.arange(2, SHAPE.length, 7)
+    learn = jax.jit(jax.value_and_grad(drafter_loss, has_aux=True), static_argnums=(4, 5, 6))
+    (_, metrics), gradient = learn(
+        masters.params.drafter, masters, batch, anchors, SHAPE, CONFIG, compute
+    )
+    flat, _ = jax.tree_util.tree_flatten_with_path(gradient)
+    dead = [jax.tree_util.keystr(at) for at, x in flat if not np.abs(x).max() > 0]
+    assert dead == [".stages.ffn.gate.bias_vl"]
+    assert metrics["acceptance"].shape == (CONFIG.dspark_block_size,)
+
+
+def test_steps_lower_the_loss_and_can_be_resumed(masters, batch, tmp_path):
+    phase = Phase(steps=12, shape=SHAPE, index_topk=32)
+    optimiser = target_optimiser(CONFIG, 3e-3, 12)
+    step = target_step(optimiser, phase, CONFIG, Compute(differentiable=True))
+    learner = new_learner(jax.tree.map(jnp.array, masters), optimiser)
+    vision = np.asarray(jax.tree.leaves(learner.weights.params.vision)[0])
+    losses = []
+    for i in range(6):
+        if i == 3:
+            save_tree(tmp_path / "learner.safetensors", learner)
+        learner, metrics = step(learner, batch)
+        losses.append(float(metrics["loss"]))
+    assert losses[-1] < losses[1] - 0.05
+    assert np.array_equal(vision, jax.tree.leaves(learner.weights.params.vision)[0])
+    again = load_tree(tmp_path / "learner.safetensors", learner)
+    for loss in losses[3:]:
+        again, metrics = step(again, batch)
+        assert float(metrics["loss"]) == loss
+
+
+def test_the_optimiser_of_the_drafter_takes_its_tree():
+    optimiser = drafter_optimiser(CONFIG, 1e-3, 10)
+    drawn = initial_masters(CONFIG, seed=0).params.drafter
+    learner = jax.eval_shape(lambda drawn: new_learner(drawn, optimiser), drawn)
+    updates, _ = jax.eval_shape(optimiser.update, drawn, learner.moments, drawn)
+    assert jax.tree.structure(updates) == jax.tree.structure(drawn)
+
+
+def test_rounding_is_straight_through_and_steering_adds_what_it_is_told():
+    x = jnp.asarray([0.3, 1.4])
+    assert np.array_equal(
+        jax.grad(lambda x: (3 * straight_through(x, jnp.round(x))).sum())(x), [3, 3]
+    )
+    target, wanted = jnp.zeros(2), jnp.asarray([5.0, -7.0])
+    steered = jax.grad(lambda x, t: (2 * steer(x, t, wanted)).sum(), argnums=(0, 1))(x, target)
+    assert np.array_equal(steered[0], [2, 2])
+    assert np.array_equal(steered[1], wanted)
+
+
+def test_phases_of_one_stretch_are_mixed_evenly():
+    small, long = Shape(2, 64), Shape(1, 128)
+    phases = [Phase(2, small, 64), Phase(6, small, 16), Phase(3, long, 16, long=True)]
+    order = list(interleaved(phases))
+    assert order[:2] == [0, 0]
+    assert [order.count(i) for i in range(3)] == [2, 6, 3]
+    assert order[2:8].count(2) == 2
+
+
+def test_engram_hashes_do_not_cross_documents():
+    batch = _batch(seed=1)
+    tokens = np.asarray(batch.tokens).reshape(SHAPE.rows, SHAPE.length)
+    ids = np.asarray(batch.engram_ids).reshape(
+        SHAPE.rows, SHAPE.length, *batch.engram_ids.shape[1:]
+    )
+    alone = HASH.hash_ids(tokens[1, FIRST:])
+    assert np.array_equal(ids[1, FIRST:], alone)
+    spec = param_specs(CONFIG)
+    assert spec.engram is not None
+    step = step_batch(batch, None, SHAPE, CONFIG)
+    assert step.page_tables.shape[0] == len(CONFIG.kv_source_layer_ids)
