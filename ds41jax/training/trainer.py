@@ -146,7 +146,7 @@ def new_learner(weights: Any, optimiser: optax.GradientTransformation) -> Learne
 def target_step(
     optimiser: optax.GradientTransformation, phase: Phase, config: ModelConfig, compute: Compute
 ) -> Any:
-    """The jitted step of a phase, (learner, batch) -> (learner, metrics); the learner is donated."""
+    """The jitted step of a phase: (learner, batch), to the learner and metrics; donates it."""
     phase_config = phase.config(config)
 
     def step(learner: Learner, batch: TrainingBatch) -> tuple[Learner, dict[str, jax.Array]]:
