@@ -3,21 +3,27 @@
 An engine without a model emits a token for each running request every few milliseconds and notes
 when; clients in another process note when each token's frame arrives on their socket. Both read the
 machine's monotonic clock, so the difference is the layer's delay: parsing, framing, two event loops
-and the loopback. The engine's own handles are the real ones.
+and the loopback. The engine's own handles are the real ones, and after each round its thread keeps
+the interpreter busy for as long as the real one's host work does.
 
-    python bench/serving_overhead.py --concurrency 16 --tokens 200
+All clients ask at the same moment, so the time before the engine is that of a burst.
+
+    python bench/serving_overhead.py --concurrency 1 16 --tokens 200 --each 1 4
 """
 
 import argparse
 import asyncio
 import json
 import multiprocessing
+import os
 import socket
 import statistics
+import sys
 import threading
 import time
 from collections import deque
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import uvicorn
@@ -27,6 +33,7 @@ from ds41jax.config import ModelConfig, parse_config
 from ds41jax.engine.engine import RequestHandle
 from ds41jax.engine.request import Finished, Request, Started, Token
 from ds41jax.serving.app import make_app
+from ds41jax.serving.command import SWITCH_SECONDS
 from ds41jax.serving.server import ServerOptions
 from ds41jax.tokenizer import Tokenizer
 
@@ -43,15 +50,16 @@ class StubModel:
 
 
 class StubEngine:
-    """Emits token `n` of every request at the same moment, as a decode round does."""
+    """Emits `each` tokens of every request at the same moment, as a decode round does."""
 
     healthy = True
 
-    def __init__(self, tokens: int, round_seconds: float):
+    def __init__(self, tokens: int, each: int, round_seconds: float, busy_seconds: float):
         self.model = StubModel(parse_config(default_config()), Tokenizer.from_vendor())
         self.emitted: deque[tuple[float, list[float]]] = deque()
         self._word = self.model.tokenizer.encode(" word")[0]
-        self._tokens, self._round = tokens, round_seconds
+        self._tokens, self._each = tokens, each
+        self._round, self._busy = round_seconds, busy_seconds
         self._lock = threading.Lock()
         self._running: list[tuple[RequestHandle, float, list[float]]] = []
         self._count = 0
@@ -72,13 +80,17 @@ class StubEngine:
             with self._lock:
                 running, self._running = self._running, []
                 for handle, submitted, times in running:
-                    times.append(time.monotonic())
-                    handle.put(Token(self._word))
+                    for _ in range(min(self._each, self._tokens - len(times))):
+                        times.append(time.monotonic())
+                        handle.put(Token(self._word))
                     if len(times) < self._tokens:
                         self._running.append((handle, submitted, times))
                     else:
                         handle.put(Finished("length", 0, self._tokens, 0, 0, 0))
                         self.emitted.append((submitted, times))
+            end = time.monotonic() + self._busy
+            while time.monotonic() < end and running:
+                pass
 
     def stats(self) -> Any:
         """Nothing to tell."""
@@ -103,7 +115,7 @@ async def _client(
     while True:
         line = await reader.readline()
         if b'"delta":{"content"' in line:
-            arrived.append(time.monotonic())
+            arrived += [time.monotonic()] * line.count(b" word")
         if not line or line.startswith(b"data: [DONE]"):
             await reader.readuntil(b"0\r\n\r\n")  # the end of the body: the connection is kept
             return sent, arrived
@@ -119,9 +131,12 @@ def _clients(port: int, concurrency: int, results: Any) -> None:
     results.put(asyncio.run(all_of_them()))
 
 
-def measure(concurrency: int, tokens: int, round_seconds: float) -> dict[str, float]:
+def measure(
+    concurrency: int, tokens: int, each: int, round_seconds: float, busy_seconds: float
+) -> dict[str, float]:
     """Milliseconds from a token's emission to its arrival, and from a request to the engine."""
-    engine = StubEngine(tokens, round_seconds)
+    sys.setswitchinterval(SWITCH_SECONDS)
+    engine = StubEngine(tokens, each, round_seconds, busy_seconds)
     app = make_app(engine, ServerOptions(context=8192))  # type: ignore[arg-type]
     listener = socket.create_server(("127.0.0.1", 0))
     server = uvicorn.Server(uvicorn.Config(app, log_level="warning"))
@@ -145,23 +160,38 @@ def measure(concurrency: int, tokens: int, round_seconds: float) -> dict[str, fl
     delays.sort()
     return {
         "concurrency": concurrency,
+        "tokens_a_round": each,
         "tokens": len(delays),
         "token_ms_median": statistics.median(delays),
         "token_ms_p99": delays[int(0.99 * len(delays))],
+        "token_ms_longest": delays[-1],
         "before_engine_ms_median": statistics.median(firsts),
+        "before_engine_ms_longest": max(firsts),
     }
 
 
 def main() -> None:
-    """Prints one JSON line for each concurrency."""
+    """Prints one JSON line for each measurement, and writes them all if asked to."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 16])
+    parser.add_argument("--each", type=int, nargs="+", default=[1, 4], help="tokens a round")
     parser.add_argument("--tokens", type=int, default=200)
     parser.add_argument("--round-ms", type=float, default=20.0)
+    parser.add_argument("--busy-ms", type=float, default=1.0, help="host work after each round")
+    parser.add_argument("--repeats", type=int, default=1)
+    parser.add_argument("--out", type=Path)
     args = parser.parse_args()
-    for concurrency in args.concurrency:
-        result = measure(concurrency, args.tokens, args.round_ms / 1000)
-        print(json.dumps({key: round(value, 3) for key, value in result.items()}))
+    results = []
+    for _ in range(args.repeats):
+        for concurrency in args.concurrency:
+            for each in args.each:
+                times = args.round_ms / 1000, args.busy_ms / 1000
+                found = measure(concurrency, args.tokens, each, *times)
+                load = {"load_average": os.getloadavg()[0]}
+                results.append({k: round(v, 3) for k, v in (found | load).items()})
+                print(json.dumps(results[-1]), flush=True)
+    if args.out is not None:
+        args.out.write_text(json.dumps(results, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -199,8 +199,9 @@ async def _choice(server: Server, body: dict[str, Any]) -> Any:
     generation = Generation(server, prepared, reply, "qualify")
     try:
         await generation.open()
-        async for chunk in generation.chunks():
-            reply.add(chunk)
+        async for chunks in generation.chunks():
+            for chunk in chunks:
+                reply.add(chunk)
     finally:
         generation.close()
     return json.loads(reply.body())["choices"][0]

@@ -10,7 +10,7 @@ import pytest
 from engine_runs import alone, options, prompt, request
 from oracle import tiny_model
 
-from ds41jax.engine.engine import Engine
+from ds41jax.engine.engine import Engine, RequestHandle
 from ds41jax.engine.request import EngineError, Failed, Finished, Token
 
 
@@ -60,7 +60,7 @@ sys.path.insert(0, sys.argv[1])
 import conftest
 from engine_runs import options, prompt, request
 from oracle import tiny_model
-from ds41jax.engine.engine import Engine
+from ds41jax.engine.engine import Engine, RequestHandle
 with Engine(tiny_model(), options(warm_up=True)) as engine:
     for _ in range(2):
         made = [request(prompt(i % 3, 5 + 9 * i), 6, seed=i % 2 or None, top_logprobs=i)
@@ -74,6 +74,48 @@ with Engine(tiny_model(), options(warm_up=True)) as engine:
         [sys.executable, "-c", script, str(tests)], capture_output=True, text=True, cwd=tests
     )
     assert result.stdout.strip() == "0", result.stderr[-2000:]
+
+
+def test_one_call_into_the_loop_wakes_many_readers():
+    """Events of one round cost one call; an event during a wake-up is not lost."""
+
+    async def run():
+        loop, calls = asyncio.get_running_loop(), []
+        call = loop.call_soon_threadsafe
+        loop.call_soon_threadsafe = lambda *args: calls.append(args) or call(*args)
+        handles = [RequestHandle(n, lambda: None) for n in range(16)]
+        readers = [asyncio.create_task(_all(handle)) for handle in handles]
+        for _ in range(3):
+            await asyncio.sleep(0.01)
+            for handle in handles:
+                handle.put(Token(5))
+        await asyncio.sleep(0.01)
+        assert len(calls) == 3
+        for handle in handles:
+            handle.put(Finished("stop", 1, 3, 0, 0, 0))
+        return await asyncio.gather(*readers)
+
+    assert [len(events) for events in asyncio.run(run())] == [4] * 16
+
+
+async def _all(handle):
+    return [event async for event in handle]
+
+
+def test_a_handle_whose_loop_is_closed_takes_events():
+    handle = RequestHandle(0, lambda: None)
+
+    async def leave():
+        reader = aiter(handle)
+        task = asyncio.ensure_future(anext(reader))
+        await asyncio.sleep(0)
+        return reader, task
+
+    loop = asyncio.new_event_loop()
+    kept = loop.run_until_complete(leave())
+    loop.close()
+    handle.put(Token(5))
+    assert handle.ready and len(kept) == 2
 
 
 def test_asyncio_reads_many_at_once(engine):

@@ -16,6 +16,7 @@ from ds41jax.engine.options import EngineOptions
 from ds41jax.engine.request import EngineError, Event, Failed, Finished, Request
 from ds41jax.engine.sequence import Sequence
 from ds41jax.engine.stats import EngineStats
+from ds41jax.engine.wakeups import waker_of
 
 LAST_EVENTS = (Finished, Failed)
 
@@ -39,6 +40,11 @@ class RequestHandle:
         if waker is not None:
             waker()
 
+    @property
+    def ready(self) -> bool:
+        """Whether the next event can be read without waiting."""
+        return not self._events.empty()
+
     def cancel(self) -> None:
         """Asks for the request to end at the next round; its last event tells."""
         self._cancel()
@@ -55,14 +61,9 @@ class RequestHandle:
                 self.cancel()
 
     async def __aiter__(self) -> AsyncIterator[Event]:
-        loop, ready = asyncio.get_running_loop(), asyncio.Event()
-
-        def wake() -> None:
-            # The loop may be closed when the engine still emits to a reader that is gone.
-            if not loop.is_closed():
-                loop.call_soon_threadsafe(ready.set)
-
-        self._waker = wake
+        ready = asyncio.Event()
+        waker = waker_of(asyncio.get_running_loop())
+        self._waker = lambda: waker.wake(ready)
         ended = False
         try:
             while not ended:

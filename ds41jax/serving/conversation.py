@@ -28,6 +28,11 @@ RECIPE_MODEL = "DeepSeek-V4.1-Flash"
 TASKS = ("action", "query", "authority", "domain", "title", "read_url")
 DEFAULT_EFFORT_LINE = "Reasoning Effort: 75 "
 _MODES = ("none", "auto", "required")
+# Known to this process alone: no text that leaves it has the word in it.
+_IMAGE_WORD = f"<image {secrets.token_hex(16)}>"
+_SPELLING = recipe.SpecialTokens(image=_IMAGE_WORD)
+_OPTIONS = recipe.ConversionOptions().with_special_tokens(_SPELLING)
+_ENCODING = recipe.DeepseekV41Encoding().with_special_tokens(_SPELLING)
 
 
 @dataclass(frozen=True)
@@ -77,8 +82,8 @@ class Prompt:
     """A rendered conversation.
 
     Attributes:
-      text: the prompt; `special_ranges` of it are special tokens, everything else is plain text.
-      image_word: how an image's placeholder is spelled in the text.
+      text: the prompt with images under a word of their own; see `readable`. Its `special_ranges`
+        are special tokens, everything else is plain text.
       images: sources of the images, in the order of their placeholders.
       start: where the output's parsing begins, as `ParsePlan.start`.
       tools: the functions offered, in the form of Chat Completions.
@@ -87,12 +92,16 @@ class Prompt:
 
     text: str
     special_ranges: list[tuple[int, int]]
-    image_word: str
     images: list[recipe.ImageSource]
     start: str
     thinking: bool
     tools: list[dict[str, Any]]
     converted: recipe.ConversationRequest
+
+    @property
+    def readable(self) -> str:
+        """The text as people and clients may see it, images under their usual placeholder."""
+        return self.text.replace(_IMAGE_WORD, IMAGE)
 
     def encode(self, tokenizer: Tokenizer) -> list[int]:
         """Token ids, each image still one placeholder."""
@@ -101,7 +110,7 @@ class Prompt:
         for start, end in self.special_ranges:
             ids += tokenizer.encode(self.text[at:start])
             word = self.text[start:end]
-            ids.append(tokenizer.special_id(IMAGE if word == self.image_word else word))
+            ids.append(tokenizer.special_id(IMAGE if word == _IMAGE_WORD else word))
             at = end
         return ids + tokenizer.encode(self.text[at:])
 
@@ -112,15 +121,11 @@ def render(conversation: ConversationInput) -> Prompt:
     Raises:
       ApiError: 400 for one that cannot be rendered.
     """
-    image_word = f"<image {secrets.token_hex(16)}>"
-    spelling = recipe.SpecialTokens(image=image_word)
-    options = recipe.ConversionOptions().with_special_tokens(spelling)
     try:
         body = json.dumps(_chosen_tools(conversation), ensure_ascii=False)
-        converted = conversation.request(body).convert(options)
+        converted = conversation.request(body).convert(_OPTIONS)
         adjusted = _with_answer(converted.conversation, conversation.answer)
-        encoding = recipe.DeepseekV41Encoding().with_special_tokens(spelling)
-        rendered = encoding.render_conversation(adjusted)
+        rendered = _ENCODING.render_conversation(adjusted)
     except (recipe.ConversionError, ValueError, OverflowError, RecursionError) as error:
         raise from_recipe(error) from error
     text, ranges = rendered.prompt, rendered.special_ranges
@@ -134,7 +139,6 @@ def render(conversation: ConversationInput) -> Prompt:
     return Prompt(
         text=text,
         special_ranges=ranges,
-        image_word=image_word,
         images=rendered.image_sources,
         start=start,
         thinking=thinking,

@@ -54,8 +54,9 @@ class Exchange:
             if stream:
                 await self._stream(self._generation, reply, send)
             else:
-                async for chunk in self._generation.chunks():
-                    reply.add(chunk)
+                async for chunks in self._generation.chunks():
+                    for chunk in chunks:
+                        reply.add(chunk)
                 await self._send_whole(send, 200, reply.body(), {})
         except Exception as error:
             known = _known(error)
@@ -68,8 +69,8 @@ class Exchange:
         headers = {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache"}
         await self._send_head(send, 200, {**headers, "x-accel-buffering": "no"})
         try:
-            async for chunk in generation.chunks():
-                frames = reply.frames(chunk)
+            async for chunks in generation.chunks():
+                frames = b"".join(map(reply.frames, chunks))
                 if frames:
                     await send({"type": "http.response.body", "body": frames, "more_body": True})
             last = reply.done()

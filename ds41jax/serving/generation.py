@@ -51,7 +51,7 @@ class Generation:
             images=len(request.images),
         )
         if self._server.activity.with_text and prompt is not None:
-            self._watched.prompt_text = prompt.text[-1000:]
+            self._watched.prompt_text = prompt.readable[-1000:]
         self._server.activity.admit(self._watched)
         self._events = aiter(self._handle)
         event = await anext(self._events, None)
@@ -62,31 +62,36 @@ class Generation:
             event.prompt_tokens, event.cached_tokens, self._server.fingerprint
         )
 
-    async def chunks(self) -> AsyncIterator[Any]:
-        """The answer's chunks; raises `ApiError` if it cannot be finished."""
-        assert self._events is not None and self._watched is not None
-        reason = "stop"
+    async def chunks(self) -> AsyncIterator[list[Any]]:
+        """The answer's chunks, those of one round together.
+
+        Raises:
+          ApiError: if it cannot be finished.
+        """
+        assert self._events is not None and self._handle is not None
+        reason, chunks = "stop", list(self._first)
         content = _Content(self._prepared)
-        for chunk in content.seen(self._first):
-            yield chunk
         while not self._parser.finished:
+            if chunks and not self._handle.ready:
+                yield content.seen(chunks)
+                chunks = []
             event = await anext(self._events, None)
             if isinstance(event, Token):
                 self._note(event)
-                for chunk in content.seen(self._parser.push(event.token_id, event.logprobs)):
-                    yield chunk
+                chunks += self._parser.push(event.token_id, event.logprobs)
             elif isinstance(event, Finished) and event.reason != "cancelled":
                 self._finished, reason = event, event.reason
                 break
             elif not isinstance(event, Started):
                 raise self._failure(event)
-        if self._finished is None and self._handle is not None:
+        if self._finished is None:
             self._handle.cancel()  # a stop string: what the engine would go on with is not wanted
+        if chunks:
+            yield content.seen(chunks)
         last = content.seen(self._parser.finish(reason))
         if reason == "stop":
             content.check()
-        for chunk in last:
-            yield chunk
+        yield last
         self._retire(reason)
 
     def close(self) -> None:

@@ -29,6 +29,9 @@ class Handle(Protocol):
 
     id: str
 
+    @property
+    def ready(self) -> bool: ...
+
     def cancel(self) -> None: ...
 
     def __aiter__(self) -> AsyncIterator[Event]: ...
