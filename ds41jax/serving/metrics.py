@@ -1,7 +1,8 @@
 """The statistics in Prometheus' text format, made from the same snapshot as `/v1/stats`.
 
-Totals become counters, every other number a gauge; lists get a label with their index. So the two
-views cannot disagree, and a field added to the snapshot shows up in both.
+Totals become counters, every other number a gauge; lists get a label with their index, and records
+in them a metric for each field. So the two views cannot disagree, and a field added to the snapshot
+shows up in both.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -49,9 +50,18 @@ def _flattened(
             yield name, [(None, float(value))]
         elif isinstance(value, dict):
             yield from _flattened(value, f"{name}_")
-        elif isinstance(value, list | tuple) and _numbers(value):
-            yield name, [(n, float(item)) for n, item in enumerate(value)]
+        elif isinstance(value, list | tuple) and value:
+            yield from _indexed(name, value)
 
 
-def _numbers(values: Sequence[Any]) -> bool:
-    return bool(values) and all(isinstance(value, bool | int | float) for value in values)
+def _indexed(
+    name: str, values: Sequence[Any]
+) -> Iterator[tuple[str, list[tuple[int | None, float]]]]:
+    """A list of numbers as one metric, a list of records as one for each of their numbers."""
+    if all(isinstance(value, dict) for value in values):
+        for key in dict.fromkeys(key for value in values for key in value):
+            yield from _indexed(f"{name}_{key}", [value.get(key) for value in values])
+        return
+    samples = [(n, float(v)) for n, v in enumerate(values) if isinstance(v, bool | int | float)]
+    if samples:
+        yield name, list(samples)

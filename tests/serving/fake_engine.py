@@ -64,6 +64,7 @@ class FakeStats:
     pool: dict[str, int] = field(default_factory=lambda: {"pages": 64, "free": 60})
     finished: dict[str, int] = field(default_factory=lambda: {"stop": 2})
     accepted_by_position: list[int] = field(default_factory=lambda: [5, 3, 1])
+    policy: dict[str, Any] = field(default_factory=dict)
 
 
 class FakeEngine:
@@ -75,6 +76,7 @@ class FakeEngine:
         self.capacity = capacity
         self.healthy = True
         self.refusal: EngineError | None = None
+        self.policy: dict[str, Any] = {"mode": "off"}
         self.requests: list[Request] = []
         self.cancelled: list[str] = []
         self.open: set[str] = set()
@@ -98,7 +100,7 @@ class FakeEngine:
 
     def stats(self) -> FakeStats:
         """A snapshot."""
-        return FakeStats(active=len(self.open))
+        return FakeStats(active=len(self.open), policy=self.policy)
 
 
 class FakeHandle:
@@ -109,6 +111,11 @@ class FakeHandle:
         self._engine = engine
         self._request = request
         self._cancelled = False
+
+    @property
+    def ready(self) -> bool:
+        """Whether an event is there already: the script says so step by step."""
+        return False
 
     def cancel(self) -> None:
         """Records that the request was given up."""

@@ -44,6 +44,25 @@ def test_soak(engine: Engine) -> None:
     assert tally.left
 
 
+def test_turns_are_reused(engine: Engine) -> None:
+    """B024: each turn of a conversation finds the one before it in the cache."""
+    with running(engine) as url, httpx.Client(base_url=url, timeout=300) as client:
+        messages, hits = [{"role": "user", "content": "word " * 40}], []
+        for _ in range(3):
+            fields = {"model": MODEL, "max_tokens": 4, "temperature": 0, "reasoning_effort": "none"}
+            answer = client.post(
+                "/v1/chat/completions", json={**fields, "messages": messages}
+            ).json()
+            usage = answer["usage"]
+            assert usage["prompt_tokens_details"]["cached_tokens"] < usage["prompt_tokens"]
+            hits.append(usage["prompt_cache_hit_tokens"])
+            messages += [
+                {"role": "assistant", "content": answer["choices"][0]["message"]["content"]},
+                {"role": "user", "content": "go on"},
+            ]
+        assert hits[0] < hits[1] < hits[2]
+
+
 def test_images(engine: Engine) -> None:
     """B030, B031: a repeated image is found in the cache, another one is seen, order matters."""
     with running(engine) as url, httpx.Client(base_url=url, timeout=300) as client:

@@ -22,7 +22,7 @@ OVERRIDES = {"tokens_cut_inside_character": {"content": "ok"}}
 REASONING_TOKENS = {"tokens_spelled_out_end_tag_is_text": 7}
 
 
-def _parser(
+def parser(
     tokenizer: Tokenizer, decoder: recipe.Tokenizer, case: dict[str, Any], counts: TokenCounts
 ) -> OutputParser:
     request = recipe.ChatCompletionRequest(
@@ -81,7 +81,7 @@ def _byte_table(tokenizer: Tokenizer) -> dict[int, int]:
     return {word[0]: id for word, id in words if len(word) == 1}
 
 
-def _collect(chunks: list[dict[str, Any]]) -> dict[str, Any]:
+def collect(chunks: list[dict[str, Any]]) -> dict[str, Any]:
     result: dict[str, Any] = {"reasoning": "", "content": "", "tool_calls": [], "finish_reason": ""}
     for choice in (choice for chunk in chunks for choice in chunk["choices"]):
         delta = choice["delta"]
@@ -97,7 +97,7 @@ def _collect(chunks: list[dict[str, Any]]) -> dict[str, Any]:
     return result
 
 
-def _parse(parser: OutputParser, ids: list[int], finish: str) -> list[dict[str, Any]]:
+def parse(parser: OutputParser, ids: list[int], finish: str) -> list[dict[str, Any]]:
     chunks = parser.start(5, 0, "test")
     for id in ids:
         chunks += parser.push(id)
@@ -128,9 +128,9 @@ def test_parse(case: dict[str, Any], official: Tokenizer, decoder: recipe.Tokeni
     results = []
     for ids in _token_sequences(official, case):
         counts = TokenCounts()
-        chunks = _parse(_parser(official, decoder, case, counts), ids, case["engine_finish"])
+        chunks = parse(parser(official, decoder, case, counts), ids, case["engine_finish"])
         assert case["level"] == "exact" or "DSML｜" not in json.dumps(chunks, ensure_ascii=False)
-        result = _collect(chunks)
+        result = collect(chunks)
         assert _comparable(result, case["level"]) in accepted
         results.append(result)
         if case["engine_finish"] == "stop":
