@@ -48,7 +48,9 @@ def _parser() -> argparse.ArgumentParser:
     plan = commands.add_parser("plan", help="what would lie where in device memory")
     plan_command.add_arguments(plan)
     plan.set_defaults(run=plan_command.run)
-    serve = commands.add_parser("serve", help="serve the OpenAI, Anthropic and Responses APIs")
+    serve = commands.add_parser(  # no abbreviations, which a later option could make ambiguous
+        "serve", help="serve the OpenAI, Anthropic and Responses APIs", allow_abbrev=False
+    )
     arguments.add_arguments(serve)
     serve.set_defaults(run=_serve)
     qualify = commands.add_parser("qualify", help="examine a model on questions with one answer")

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field
 
+from ds41jax.cache.host_tier import HostOptions
 from ds41jax.cache.radix import Reuse
 from ds41jax.config import ModelConfig
 from ds41jax.drafting.fixed import FixedPolicy
@@ -29,6 +30,11 @@ class EngineOptions:
       retained: snapshots of prompts, and as many of finished turns, kept on the device.
       host_snapshots, host_tokens: snapshots kept in host memory once the device gives them up, and
         tokens of all of them together; 0 for none.
+      host_min_tokens, host_max_tokens: shorter and longer snapshots are not kept there; None for
+        the window's length and for no limit.
+      host_write_behind: copy a snapshot when it is made, not when the device gives it up.
+      host_evict_seconds, host_restore_seconds, host_pace_seconds: patience with its copies, as
+        `HostOptions` has it.
       snapshot_every: in exact reuse, tokens between snapshots inside a long prompt.
       warm_up: compile every program before the first request.
       compute: rounding and kernels.
@@ -46,9 +52,29 @@ class EngineOptions:
     retained: int = 8
     host_snapshots: int = 0
     host_tokens: int = 65536
+    host_min_tokens: int | None = None
+    host_max_tokens: int | None = None
+    host_write_behind: bool = True
+    host_evict_seconds: float = 1.0
+    host_restore_seconds: float = 0.5
+    host_pace_seconds: float = 0.0
     snapshot_every: int = 2048
     warm_up: bool = True
     compute: Compute = field(default_factory=Compute)
+
+    def host_options(self, config: ModelConfig, pages: int) -> HostOptions:
+        """The host tier's part, with so many pages."""
+        least = self.host_min_tokens
+        return HostOptions(
+            pages=pages,
+            slots=self.host_snapshots,
+            min_tokens=config.sliding_window if least is None else least,
+            max_tokens=self.host_max_tokens,
+            write_behind=self.host_write_behind,
+            evict_wait=self.host_evict_seconds,
+            restore_timeout=self.host_restore_seconds,
+            pacing=self.host_pace_seconds,
+        )
 
     def check(self, config: ModelConfig) -> None:
         """Raises `ValueError` naming the option that does not fit the model."""

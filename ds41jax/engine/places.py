@@ -9,7 +9,7 @@ import jax
 import numpy as np
 
 from ds41jax.cache.admission import Decision, decide, lifetime_pages, remaining_need
-from ds41jax.cache.host_tier import HostOptions, HostTier
+from ds41jax.cache.host_tier import HostTier
 from ds41jax.cache.pool import PageLayout, PagePool
 from ds41jax.cache.radix import Bank, Reuse
 from ds41jax.cache.retained import PrefixCache
@@ -50,7 +50,7 @@ class Places:
             return None
         pages = self.layout.total_pages(self.options.host_tokens)
         copier = HostCopier(self.device, slots, pages)
-        sizes = HostOptions(pages=pages, slots=slots, min_tokens=self.config.sliding_window)
+        sizes = self.options.host_options(self.config, pages)
         return HostTier(sizes, self.layout, self.pool, copier)
 
     def admission(self, sequence: Sequence, active: Seq[Sequence]) -> Decision:

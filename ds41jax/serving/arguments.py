@@ -9,16 +9,20 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from ds41jax.cache.planner import state_bytes
+from ds41jax.cache.pool import PageLayout
 from ds41jax.cache.radix import Reuse
 from ds41jax.config import ModelConfig
 from ds41jax.drafting.registry import POLICIES, make_policy
 from ds41jax.engine.options import MAX_ACTIVE, EngineOptions
+from ds41jax.model.state import PAGE_ROWS
 from ds41jax.plan_command import size_in_bytes
 from ds41jax.serving.server import ALIASES, MAX_OUTPUT_TOKENS, MODEL_NAME, ServerOptions
 from ds41jax.serving.settings import SamplingDefaults
 
 KEY_VARIABLE = "DS41JAX_API_KEY"
 DEFAULT_CONTEXT = 16384
+DEFAULT_CACHE_TOKENS = 65536
 POOL_MARGIN = 64  # rows of drafts and of unfinished pages, which a request needs besides
 MAX_CONFIG_BYTES = 1 << 20
 MAX_KEY_BYTES = 4096
@@ -65,26 +69,40 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--listen", metavar="HOST:PORT", default="0.0.0.0:8000", help="default: %(default)s")
     add("--dry-run", action="store_true", help="print the plan and every check, then stop")
     _add_engine_arguments(parser.add_argument_group("engine"))
+    _add_host_arguments(parser.add_argument_group("prefixes in host memory"))
     _add_server_arguments(parser.add_argument_group("requests"))
 
 
 def _add_engine_arguments(group: argparse._ArgumentGroup) -> None:
     add, switch = group.add_argument, argparse.BooleanOptionalAction
     add("--concurrency", type=_whole(1, MAX_ACTIVE), default=MAX_ACTIVE, metavar="N")
-    add("--kv-pool-tokens", type=_whole(1, 1 << 40), default=65536, metavar="N")
+    add("--kv-pool-tokens", type=_whole(1, 1 << 40), metavar="N", help="default: 65536")
+    add("--kv-pool-size", type=size_in_bytes, metavar="SIZE", help="the same in bytes")
     add("--prefix-cache-entries", type=_whole(0, 128), default=20, metavar="N")
     add("--prefix-reuse", choices=[mode.value for mode in Reuse], default=Reuse.BOUNDED.value)
-    add("--host-cache-entries", type=_whole(0, 4096), default=0, metavar="N")
-    add("--host-cache-tokens", type=_whole(0, 1 << 40), default=65536, metavar="N")
     add("--max-context-tokens", type=_whole(2, 1 << 24), metavar="N")
     add("--max-output-tokens", type=_whole(1, MAX_OUTPUT_TOKENS), default=MAX_OUTPUT_TOKENS)
     add("--prefill-batch-tokens", type=_whole(1, 4096), default=256, metavar="N")
     add("--prefill", choices=("bounded", "exact"), default="bounded")
     add("--dspark", action=switch, default=True, help="draft and verify; same output")
     add("--dspark-policy", choices=sorted(POLICIES), default="fixed")
+    add("--dspark-fixed", action="store_const", dest="dspark_policy", const="fixed")
     add("--dspark-draft-limit", type=_whole(1, 7), default=5, metavar="N")
     add("--warm-up", action=switch, default=True, help="compile before the first request")
     add("--memory-reservation", type=size_in_bytes, metavar="SIZE", help="for the plan")
+
+
+def _add_host_arguments(group: argparse._ArgumentGroup) -> None:
+    add, milliseconds = group.add_argument, _whole(0, 3_600_000)
+    add("--host-cache-entries", type=_whole(0, 4096), metavar="N", help="default: none")
+    add("--host-cache-tokens", type=_whole(1, 1 << 40), metavar="N", help="default: 65536")
+    add("--host-cache-bytes", type=size_in_bytes, metavar="SIZE", help="the same in bytes")
+    add("--host-cache-min-tokens", type=_whole(0, 1 << 24), metavar="N", help="default: the window")
+    add("--host-cache-max-tokens", type=_whole(1, 1 << 24), metavar="N")
+    add("--host-cache-store", choices=("on-retain", "on-evict"), default="on-retain")
+    add("--host-cache-copy-budget-ms", type=milliseconds, default=1000, metavar="MS")
+    add("--host-cache-restore-budget-ms", type=milliseconds, default=500, metavar="MS")
+    add("--host-cache-store-pace-ms", type=milliseconds, default=0, metavar="MS")
 
 
 def _add_server_arguments(group: argparse._ArgumentGroup) -> None:
@@ -114,23 +132,45 @@ def _whole(least: int, most: int) -> Any:
 def engine_options(args: argparse.Namespace, config: ModelConfig) -> EngineOptions:
     """The engine's part of the arguments; raises `ValueError`."""
     context = args.max_context_tokens or min(config.max_position_embeddings, DEFAULT_CONTEXT)
+    entries = args.host_cache_entries
+    if entries is None:
+        entries = 2 * args.prefix_cache_entries if args.host_cache_bytes is not None else 0
     options = EngineOptions(
         max_active=args.concurrency,
         max_queue=args.http_queue_depth or args.concurrency,
         context=context,
-        pool_tokens=args.kv_pool_tokens,
+        pool_tokens=_tokens(config, "kv-pool", args.kv_pool_tokens, args.kv_pool_size),
         prefill_chunk=args.prefill_batch_tokens,
         bounded=args.prefill == "bounded",
         dspark=args.dspark,
         policy=make_policy(args.dspark_policy, limit=args.dspark_draft_limit),
         reuse=Reuse(args.prefix_reuse),
         retained=args.prefix_cache_entries,
-        host_snapshots=args.host_cache_entries,
-        host_tokens=args.host_cache_tokens,
+        host_snapshots=entries,
+        host_tokens=_tokens(config, "host-cache", args.host_cache_tokens, args.host_cache_bytes),
+        host_min_tokens=args.host_cache_min_tokens,
+        host_max_tokens=args.host_cache_max_tokens,
+        host_write_behind=args.host_cache_store == "on-retain",
+        host_evict_seconds=args.host_cache_copy_budget_ms / 1000,
+        host_restore_seconds=args.host_cache_restore_budget_ms / 1000,
+        host_pace_seconds=args.host_cache_store_pace_ms / 1000,
         warm_up=args.warm_up,
     )
     options.check(config)
     return options
+
+
+def _tokens(config: ModelConfig, name: str, tokens: int | None, size: int | None) -> int:
+    """Tokens of a cache that was sized in tokens, in bytes or not at all."""
+    if size is None:
+        return DEFAULT_CACHE_TOKENS if tokens is None else tokens
+    if tokens is not None:
+        raise ValueError(f"--{name}-tokens and a size in bytes: give one of them")
+    layout = PageLayout(config.source_ratios, PAGE_ROWS)
+    group = layout.group_pages * state_bytes(config)[1]
+    if size < group:
+        raise ValueError(f"--{name}: {size} bytes are less than the smallest unit, {group}")
+    return size // group * layout.group_tokens
 
 
 def server_options(

@@ -6,17 +6,24 @@ import os
 import signal
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import httpx
 import openai
 import pytest
 
+from ds41jax import cli
+from ds41jax.cache.planner import state_bytes
+from ds41jax.cache.pool import PageLayout
 from ds41jax.checkpoint.presets import tiny_config
 from ds41jax.checkpoint.synthetic import make_checkpoint
-from ds41jax.serving import clients_command
-from ds41jax.serving.arguments import add_arguments, generation_config, read_key
+from ds41jax.config import load_config
+from ds41jax.model.state import PAGE_ROWS
+from ds41jax.serving import clients_command, command
+from ds41jax.serving.arguments import engine_options, generation_config, read_key
 
+CONFIGS = Path(__file__).parents[2] / "configs"
 MAIN = [sys.executable, "-c", "from ds41jax.cli import main; raise SystemExit(main())"]
 
 
@@ -79,9 +86,30 @@ def test_clients(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def _parse(*arguments: str) -> argparse.Namespace:
-    parser = argparse.ArgumentParser()
-    add_arguments(parser)
-    return parser.parse_args(arguments)
+    return cli._parser().parse_args(["serve", *arguments])
+
+
+@pytest.mark.parametrize("file", sorted(CONFIGS.glob("serve-*.toml")), ids=lambda file: file.stem)
+def test_sample_configurations(
+    file: Path, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """They parse, differ from the defaults in every line, and pass every check."""
+    model = ["--model", str(folder), "--listen", "127.0.0.1:0", "--dry-run"]
+    args, plain = _parse("--config", str(file), *model), _parse(*model)
+    stated = [key.replace("-", "_") for key in tomllib.loads(file.read_text())]
+    same = [key for key in stated if getattr(args, key) == getattr(plain, key)]
+    assert set(same) <= {"listen", "prefix_reuse"}  # said for the reader's sake
+    assert command.run(args) == 0
+    assert "Every check passed" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "flag",
+    ["--dspark-adaptive", "--dspark-confidence-cutoff=1", "--dspark-reuse-floor=1", "--conc=4"],
+)
+def test_removed_and_shortened_options_are_refused(flag: str) -> None:
+    with pytest.raises(SystemExit):
+        _parse(flag)
 
 
 def test_config_file(tmp_path: Path) -> None:
@@ -90,10 +118,36 @@ def test_config_file(tmp_path: Path) -> None:
     args = _parse("--config", str(file), "--concurrency", "2")
     assert (args.concurrency, args.dspark, args.console_text) == (2, False, True)
     assert args.alias == ["a", "b"]
-    for text in ("unknown = 1", "concurrency = 17", "broken", "[table]\na = 1"):
+    for text in ("unknown = 1", "concurrency = 17", "conc = 4", "broken", "[table]\na = 1"):
         file.write_text(text)
         with pytest.raises(SystemExit):
             _parse("--config", str(file))
+
+
+def test_sizes_in_bytes(folder: Path) -> None:
+    """Caches may be sized in bytes; a pool's own bytes are no more than what was said."""
+    config = load_config(folder)
+    args = _parse("--kv-pool-size", "8MiB", "--host-cache-bytes", "4MiB", "--dspark-fixed")
+    options = engine_options(args, config)
+    pages = PageLayout(config.source_ratios, PAGE_ROWS).total_pages(options.pool_tokens)
+    assert 7 << 20 < pages * state_bytes(config)[1] <= 8 << 20
+    assert options.host_tokens == pytest.approx(options.pool_tokens / 2, rel=0.01)
+    assert options.host_snapshots == 2 * args.prefix_cache_entries
+    for wrong in (["--kv-pool-size", "10"], ["--kv-pool-size=8MiB", "--kv-pool-tokens=9999"]):
+        with pytest.raises(ValueError, match="kv-pool"):
+            engine_options(_parse(*wrong), config)
+
+
+def test_host_cache_options(folder: Path) -> None:
+    """They reach the tier, in its own units."""
+    more = "--host-cache-entries=3 --host-cache-min-tokens=700 --host-cache-max-tokens=9000 "
+    more += "--host-cache-store=on-evict --host-cache-copy-budget-ms=20 "
+    more += "--host-cache-restore-budget-ms=30 --host-cache-store-pace-ms=40"
+    config = load_config(folder)
+    tier = engine_options(_parse(*more.split()), config).host_options(config, pages=8)
+    assert (tier.slots, tier.pages) == (3, 8) and not tier.write_behind
+    assert (tier.min_tokens, tier.max_tokens) == (700, 9000)
+    assert (tier.evict_wait, tier.restore_timeout, tier.pacing) == (0.02, 0.03, 0.04)
 
 
 def test_key_and_sampling_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
