@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ds41jax.formats import Format, QuantizedArray, decode, encode
+from ds41jax.kernels.compute import REFERENCE
 from ds41jax.kernels.sparse_attention import take_rows
 from ds41jax.model.state import PAGE_ROWS, write_pages
 
@@ -16,7 +17,7 @@ PAGES = 2**32 // (PAGE_ROWS * WIDTH // 2) + 64  # packed codes just beyond 2^32 
 
 @partial(jax.jit, donate_argnums=0)
 def write(pool, page, row, rows):
-    return write_pages(pool, page, row, rows)
+    return write_pages(pool, page, row, rows, REFERENCE)
 
 
 @jax.jit

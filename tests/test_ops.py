@@ -277,7 +277,7 @@ def store_compressed(
 ) -> KVState:
     ratio = config.source_ratios[source]
     made = compressor.compress(x, weights, source, ratio, state.carry, batch, config, REFERENCE)
-    return compressor.store(made, source, state, batch, config)
+    return compressor.store(made, source, state, batch, config, REFERENCE)
 
 
 def compressed_rows(

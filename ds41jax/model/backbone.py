@@ -29,7 +29,7 @@ from ds41jax.model.indexer import Selection
 from ds41jax.model.norm import rms_norm
 from ds41jax.model.params import Params
 from ds41jax.model.rope import compressed_frequencies, plain_frequencies
-from ds41jax.model.state import KVState, StepBatch, ring_rows, ring_slots, write_ring
+from ds41jax.model.state import KVState, StepBatch, put, ring_rows, ring_slots, write_ring
 from ds41jax.model.tensors import at_layer, lookup
 
 _KEPT = jax.checkpoint_policies.save_only_these_names(indexer.CHOSEN)  # by a training step
@@ -105,7 +105,7 @@ def layer(
         mean = compute.round(jnp.mean(stream.astype(jnp.float32), axis=1))
         tap = lookup(config.tap_index, index)
         taps = taps.at[:, jnp.where(tap < 0, taps.shape[1], tap)].set(mean, mode="drop")
-    state = keep_suffix(carry, index, batch, config)
+    state = keep_suffix(carry, index, batch, config, compute)
     selection = carry.selection
 
     def attend(x: jax.Array) -> jax.Array:
@@ -184,7 +184,7 @@ def attention_layer(
     )
     if compute.on_gpu:  # the ring is written in place, so the read must come first
         rows, out = lax.optimization_barrier((rows, out))
-    state = dataclasses.replace(state, window=write_ring(state.window, index, batch, rows))
+    state = dataclasses.replace(state, window=write_ring(state.window, index, batch, rows, compute))
     return out, state, selection
 
 
@@ -228,7 +228,7 @@ def publish(
         )
 
     made = choose(which, [partial(make, ratio) for ratio in variants])
-    return compressor.store(made, source, state, batch, config)
+    return compressor.store(made, source, state, batch, config, compute)
 
 
 def select(
@@ -348,12 +348,16 @@ def encode(
     frequencies = layer_frequencies(config, boundary)
     x = attention_input(carry.stream, carry.pre, weights, config, compute)
     rows = attention.window_rows(x, batch.positions, weights.attn, frequencies, config, compute)
-    state = dataclasses.replace(state, window=write_ring(state.window, boundary, batch, rows))
+    state = dataclasses.replace(
+        state, window=write_ring(state.window, boundary, batch, rows, compute)
+    )
     state = publish(x, boundary, state, params, batch, config, compute)
-    return keep_suffix(dataclasses.replace(carry, state=state), boundary, batch, config)
+    return keep_suffix(dataclasses.replace(carry, state=state), boundary, batch, config, compute)
 
 
-def keep_suffix(carry: Carry, index: Index, batch: StepBatch, config: ModelConfig) -> KVState:
+def keep_suffix(
+    carry: Carry, index: Index, batch: StepBatch, config: ModelConfig, compute: Compute
+) -> KVState:
     """Keeps the last W rows that enter the last KV source, for a bounded prefill to go on from.
 
     Decoding keeps them too, so that a prompt which continues a finished turn finds them.
@@ -366,8 +370,8 @@ def keep_suffix(carry: Carry, index: Index, batch: StepBatch, config: ModelConfi
     slots = jnp.where(index == boundary, slots, capacity)
     return dataclasses.replace(
         state,
-        suffix_stream=state.suffix_stream.at[slots, place].set(carry.stream, mode="drop"),
-        suffix_pre=state.suffix_pre.at[slots, place].set(carry.pre, mode="drop"),
+        suffix_stream=put(state.suffix_stream, (slots, place), carry.stream, compute),
+        suffix_pre=put(state.suffix_pre, (slots, place), carry.pre, compute),
     )
 
 

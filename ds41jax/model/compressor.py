@@ -23,7 +23,7 @@ from ds41jax.kernels.linear import linear, operand, project
 from ds41jax.kernels.rows import map_rows
 from ds41jax.model.norm import rms_norm
 from ds41jax.model.rope import compressed_frequencies, rotate
-from ds41jax.model.state import CARRY_PAIRS, PAGE_ROWS, KVState, StepBatch, write_pages
+from ds41jax.model.state import CARRY_PAIRS, PAGE_ROWS, KVState, StepBatch, put, write_pages
 from ds41jax.model.tensors import lookup, spec
 
 
@@ -118,6 +118,7 @@ def store(
     state: KVState,
     batch: StepBatch,
     config: ModelConfig,
+    compute: Compute,
 ) -> KVState:
     """Writes what `compress` made into the pages and the carry."""
     groups = batch.positions // jnp.maximum(lookup(config.source_ratios, source), 1)
@@ -128,9 +129,9 @@ def store(
     row = groups % PAGE_ROWS
     return dataclasses.replace(
         state,
-        pages=write_pages(state.pages, page, row, made.rows),
-        index_pages=write_pages(state.index_pages, page, row, made.keys),
-        carry=_store_halves(made, source, state.carry, batch, config),
+        pages=write_pages(state.pages, page, row, made.rows, compute),
+        index_pages=write_pages(state.index_pages, page, row, made.keys, compute),
+        carry=_store_halves(made, source, state.carry, batch, config, compute),
     )
 
 
@@ -140,13 +141,14 @@ def _store_halves(
     carry: jax.Array,
     batch: StepBatch,
     config: ModelConfig,
+    compute: Compute,
 ) -> jax.Array:
     """Keeps the last first halves of the step in the carry."""
     kept = made.waiting & (batch.positions >= batch.per_row(batch.ends) - 2 * CARRY_PAIRS)
     slots = jnp.where(kept, batch.per_row(batch.slots), carry.shape[1])
     place = batch.positions // 2 % CARRY_PAIRS
     pair = lookup(config.pair_index, source)
-    return carry.at[pair, slots, place].set(made.halves, mode="drop")
+    return put(carry, (pair, slots, place), made.halves, compute)
 
 
 def _pool_pairs(

@@ -95,7 +95,7 @@ def absorb(
     def stage(i: jax.Array, ring: Any) -> Any:
         attn = at_layer(weights.stages.attn, i)
         rows = attention.window_rows(x, batch.positions, attn, frequencies, config, compute)
-        return write_ring(ring, i, batch, rows)
+        return write_ring(ring, i, batch, rows, compute)
 
     ring = lax.fori_loop(0, config.num_nextn_predict_layers, stage, state.draft_window)
     return dataclasses.replace(state, draft_window=ring)

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 from flax import struct
+from jax import lax
 
 from ds41jax.config import ModelConfig
 from ds41jax.formats import Format, QuantizedArray
@@ -146,15 +147,33 @@ def init_state(config: ModelConfig, shape: CacheShape, compute: Compute) -> KVSt
     )
 
 
-def write_ring(ring: Rows, layer: jax.Array | int, batch: StepBatch, rows: Rows) -> Rows:
+def put(
+    store: jax.Array, index: tuple[jax.Array | int, ...], rows: jax.Array, compute: Compute
+) -> jax.Array:
+    """`store` with rows [T, ...] at `index`, [T] numbers or one for all; out of range is dropped.
+
+    On the jnp path small floats are stored as bits, and a single row twice: XLA's CPU backend
+    converts a whole store to scatter FP8 or bfloat16 into it, and copies it to write one row.
+    """
+    rows = rows.astype(store.dtype)
+    if compute.on_gpu:
+        return store.at[index].set(rows, mode="drop")
+    if rows.shape[0] == 1:
+        rows = jnp.repeat(rows, 2, axis=0)
+        index = tuple(jnp.repeat(i, 2) if jnp.ndim(i) else i for i in index)
+    bits = {1: jnp.uint8, 2: jnp.uint16}.get(store.dtype.itemsize, store.dtype)
+    written = lax.bitcast_convert_type(store, bits).at[index]
+    filled = written.set(lax.bitcast_convert_type(rows, bits), mode="drop")
+    return lax.bitcast_convert_type(filled, store.dtype)
+
+
+def write_ring(
+    ring: Rows, layer: jax.Array | int, batch: StepBatch, rows: Rows, compute: Compute
+) -> Rows:
     """Stores rows [T, D] at position modulo R of ring [L, S, R, D]; only a sequence's last R do."""
     _, slots, size, *_ = jax.tree.leaves(ring)[0].shape
     targets, index = ring_slots(batch, slots, size)
-
-    def put(ring: jax.Array, rows: jax.Array) -> jax.Array:
-        return ring.at[layer, targets, index].set(rows, mode="drop")
-
-    return jax.tree.map(put, ring, rows)
+    return jax.tree.map(lambda a, b: put(a, (layer, targets, index), b, compute), ring, rows)
 
 
 def ring_slots(batch: StepBatch, slots: int, size: int) -> tuple[jax.Array, jax.Array]:
@@ -163,10 +182,6 @@ def ring_slots(batch: StepBatch, slots: int, size: int) -> tuple[jax.Array, jax.
     return jnp.where(kept, batch.per_row(batch.slots), slots), batch.positions % size
 
 
-def write_pages(pages: Rows, page: jax.Array, row: jax.Array, rows: Rows) -> Rows:
+def write_pages(pages: Rows, page: jax.Array, row: jax.Array, rows: Rows, compute: Compute) -> Rows:
     """Stores rows [T, D] at [page, row] of the pool; pages out of range are dropped."""
-
-    def put(pages: jax.Array, rows: jax.Array) -> jax.Array:
-        return pages.at[page, row].set(rows, mode="drop")
-
-    return jax.tree.map(put, pages, rows)
+    return jax.tree.map(lambda a, b: put(a, (page, row), b, compute), pages, rows)
