@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from ds41jax.drafting.calibration import PlattScale
+from ds41jax.drafting.calibration import PlattScale, acceptances, lane_acceptances
 from ds41jax.drafting.estimator import RobustFit, solve
 from ds41jax.drafting.logits import MAX_LOGIT, clamp_logit, sigmoid
 from ds41jax.drafting.placement import NVFP4_SCALE_BYTES, Placement, expert_bytes, remote_layers
@@ -139,6 +139,18 @@ def test_calibration_never_inverts():
         scale.update(raw, bool(rng.random() < sigmoid(-raw)))
         assert scale.acceptance(-3.0) <= scale.acceptance(3.0)
     assert scale.slope < 0.1
+
+
+def test_a_lane_is_calibrated_as_its_drafts_are():
+    rng = np.random.default_rng(3)
+    scales = [PlattScale(rng.uniform(0, 3), rng.uniform(-8, 8)) for _ in range(7)]
+    logits = [tuple(rng.normal(0, 9, n).tolist()) for n in (5, 0, 3, 1)]
+    logits.append((math.nan, math.inf, -math.inf))
+    found = lane_acceptances(scales, logits)
+    assert found.shape == (5, 5)
+    for row, own in zip(found, logits, strict=True):
+        np.testing.assert_allclose(row[: len(own)], acceptances(scales, own), rtol=1e-12)
+    assert lane_acceptances(scales, [(), ()]).shape == (2, 0)
 
 
 def test_calibration_learns_a_known_scale():

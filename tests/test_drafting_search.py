@@ -9,7 +9,7 @@ import pytest
 from ds41jax.drafting.logits import running_products
 from ds41jax.drafting.placement import Placement, local_layers, remote_layers
 from ds41jax.drafting.policy import RequestDraft
-from ds41jax.drafting.search import best_shape
+from ds41jax.drafting.search import best_even_shape, best_shape
 from ds41jax.drafting.traffic import (
     WINDOWS,
     LaneTraffic,
@@ -128,6 +128,9 @@ def test_search_agrees_with_exhaustive_search(seed):
     gains = [running_products(rng.beta(3, 1, int(rng.integers(0, 5)))) for _ in range(requests)]
     base, row = 1000.0 + 9000 * rng.random(), 3000 * rng.random()
     found = best_shape(gains, base, row, ConstantTraffic(requests))
+    sorted_once = best_even_shape(gains, base, row)
+    assert sorted_once.lengths == found.lengths
+    assert sorted_once.rate == pytest.approx(found.rate, rel=1e-12)
     rates = exhaustive(gains, base, row, lambda shape: 0.0)
     assert found.rate == pytest.approx(max(rates.values()), rel=1e-12)
     assert rates[found.lengths] == pytest.approx(found.rate, rel=1e-12)

@@ -15,7 +15,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ds41jax.drafting.calibration import PlattScale, acceptances
+import numpy as np
+
+from ds41jax.drafting.calibration import PlattScale, acceptances, lane_acceptances
 from ds41jax.drafting.logits import running_products
 from ds41jax.drafting.placement import Placement
 from ds41jax.drafting.policy import (
@@ -28,7 +30,7 @@ from ds41jax.drafting.policy import (
     RoundOutcome,
 )
 from ds41jax.drafting.probe import ProbeState
-from ds41jax.drafting.search import Shape, best_shape
+from ds41jax.drafting.search import Shape, best_even_shape, best_shape
 from ds41jax.drafting.time_model import ROUND_PRIOR, PredictionStats, TimeModel, new_time_model
 from ds41jax.drafting.traffic import NOVELTY_START, LaneTraffic, update_novelty
 from ds41jax.drafting.width import NARROW, WIDE, WidthState
@@ -109,9 +111,7 @@ class BalancePolicy(Policy):
         model = self._model(shared)
         if model is None:
             return counts
-        gains = [
-            running_products(self._acceptances(r, k)) for r, k in zip(lane, counts, strict=True)
-        ]
+        gains = self._gains(lane, counts)
         width = max(len(r.confidence_logits) for r in lane)
         lengths = list(self._search(model, lane, gains, width).lengths)
         if self.probe_rounds:
@@ -130,12 +130,15 @@ class BalancePolicy(Policy):
         model = self._model(shared)
         if model is None:
             return None
+        rows = sum(lengths) * model.row_us(self.placement)
+        total = self._base_us(model, len(lane), width) + rows
+        if not self.placement.classes:
+            return total
         traffic = self._traffic(model, lane, lengths)
         for request, length in enumerate(lengths):
             for _ in range(length):
                 traffic.add(request)
-        rows = sum(lengths) * model.row_us(self.placement)
-        return self._base_us(model, len(lane), width) + rows + traffic.total_us
+        return total + traffic.total_us
 
     def observe(self, outcome: RoundOutcome) -> None:
         """Learns from a finished round.
@@ -207,17 +210,24 @@ class BalancePolicy(Policy):
         width: int,
     ) -> Shape:
         """The best shape given the expected tokens that each request's drafts add."""
-        traffic = self._traffic(model, lane, [len(g) for g in gains])
         base_us = self._base_us(model, len(lane), width)
-        return best_shape(gains, base_us, model.row_us(self.placement), traffic)
+        row_us = model.row_us(self.placement)
+        if not self.placement.classes:
+            return best_even_shape(gains, base_us, row_us)
+        traffic = self._traffic(model, lane, [len(g) for g in gains])
+        return best_shape(gains, base_us, row_us, traffic)
 
-    def _acceptances(self, request: RequestDraft, count: int) -> list[float]:
-        """Calibrated conditional acceptances; beyond the trained block, counts where they exist."""
-        believed = acceptances(self.state.calibration, request.logits(count))
+    def _gains(self, lane: Sequence[RequestDraft], counts: Sequence[int]) -> list[list[float]]:
+        """Expected tokens of each draft by its calibrated acceptance; beyond the trained block by
+        counts where they exist."""
+        logits = [r.logits(k) for r, k in zip(lane, counts, strict=True)]
+        believed = lane_acceptances(self.state.calibration, logits)
         if self.select_width:
-            late = max(count - NARROW, 0)
-            believed[NARROW:] = self.state.width.beyond(request.request_id)[:late]
-        return believed
+            for request, own in zip(lane, believed, strict=True):
+                late = own[NARROW:]
+                late[:] = self.state.width.beyond(request.request_id)[: len(late)]
+        gains: list[list[float]] = np.cumprod(believed, axis=1).tolist()
+        return [own[:k] for own, k in zip(gains, counts, strict=True)]
 
     def _check(self, outcome: RoundOutcome) -> None:
         if self.select_width and outcome.width and outcome.draft_us is None:
@@ -255,7 +265,8 @@ class BalancePolicy(Policy):
         state, logits = self.state, request.draft.confidence_logits
         if not logits:
             return
-        believed = acceptances(state.calibration, logits[: request.draft.available])
+        needed = request.draft.available if self.select_width else request.reached
+        believed = acceptances(state.calibration, logits[:needed])
         if self.select_width:
             state.width.add(request, believed)
         for n in range(request.reached):

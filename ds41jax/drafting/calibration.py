@@ -4,7 +4,9 @@ calibration)."""
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from ds41jax.drafting.logits import clamp_logit, sigmoid
+import numpy as np
+
+from ds41jax.drafting.logits import MAX_LOGIT, clamp_logit, sigmoid
 
 MEMORY = 0.998
 MIN_CURVATURE = 0.02
@@ -60,3 +62,17 @@ def _clamp(value: float, high: float, low: float | None = None) -> float:
 def acceptances(scales: Sequence[PlattScale], logits: Sequence[float]) -> list[float]:
     """Calibrated conditional acceptances of a draft, position by position."""
     return [scale.acceptance(logit) for scale, logit in zip(scales, logits, strict=False)]
+
+
+def lane_acceptances(
+    scales: Sequence[PlattScale], logits: Sequence[tuple[float, ...]]
+) -> np.ndarray:
+    """`acceptances` of many drafts at once: [drafts, longest] float64, shorter ones padded."""
+    width = max(map(len, logits))
+    padded = np.array([own + (0.0,) * (width - len(own)) for own in logits])
+    padded = padded.reshape(len(logits), width)
+    x = np.clip(np.nan_to_num(padded, nan=-MAX_LOGIT), -MAX_LOGIT, MAX_LOGIT)
+    slope = np.array([scale.slope for scale in scales[:width]])
+    z = slope * x + [scale.offset for scale in scales[:width]]
+    believed: np.ndarray = 1.0 / (1.0 + np.exp(-np.clip(z, -MAX_LOGIT, MAX_LOGIT)))
+    return believed

@@ -10,9 +10,9 @@ MAX_LOGIT = math.log((1 - 1e-6) / 1e-6)  # probabilities stay within [1e-6, 1 - 
 
 def clamp_logit(logit: float) -> float:
     """A logit of a probability within [1e-6, 1 - 1e-6]; not-a-number counts as no confidence."""
-    if math.isnan(logit):
-        return -MAX_LOGIT
-    return max(-MAX_LOGIT, min(MAX_LOGIT, logit))
+    if -MAX_LOGIT <= logit <= MAX_LOGIT:
+        return logit
+    return MAX_LOGIT if logit > 0 else -MAX_LOGIT
 
 
 def sigmoid(logit: float) -> float:
