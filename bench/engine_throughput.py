@@ -68,7 +68,7 @@ def main():
     for dspark in (False, True):
         rows[f"simple loop, drafts {dspark}"] = simple_loop(model, args.tokens, dspark)
         core = EngineCore(model, dataclasses.replace(OPTIONS, dspark=dspark))
-        core.device.warm_up(True, model.engram, True)
+        core.device.warm_up(True, True)
         for concurrency in (1, 4, 16):
             rates = [engine(core, model, concurrency, args.tokens, seed) for seed in range(REPEATS)]
             rows[f"engine, {concurrency} requests, drafts {dspark}"] = statistics.median(rates)

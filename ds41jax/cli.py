@@ -6,15 +6,14 @@ from pathlib import Path
 
 import jax
 
-from ds41jax import plan_command, qualify_command
+from ds41jax import compute_arguments, plan_command, qualify_command
 from ds41jax.cache_folder import cache_folder
 from ds41jax.checkpoint import make_command
+from ds41jax.compute_arguments import compute_of, described
 from ds41jax.engine.generate import GenerateOptions, Progress, stream_text
 from ds41jax.engine.loading import load_model
 from ds41jax.engine.sampling import SamplingParams
 from ds41jax.engine.score import score_file
-from ds41jax.formats import Numerics
-from ds41jax.kernels.compute import Compute
 from ds41jax.serving import arguments, clients_command
 
 COMPILED_SECONDS = 0.5  # programs that compile faster are not worth a file
@@ -79,6 +78,7 @@ def _add_generate_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seed", type=int, default=0, metavar="S")
     parser.add_argument("--no-dspark", action="store_true", help="without drafts: same output")
     parser.add_argument("--prefill", choices=("bounded", "exact"), default="bounded")
+    compute_arguments.add_arguments(parser)
     parser.add_argument("--raw", action="store_true", help="continue the text as it stands")
     parser.set_defaults(run=_generate)
 
@@ -91,7 +91,9 @@ def _generate(args: argparse.Namespace) -> int:
         dspark=not args.no_dspark,
         bounded=args.prefill == "bounded",
         raw=args.raw,
+        compute=compute_of(args),
     )
+    print(described(options.compute), file=sys.stderr)
     progress = Progress()
     for piece in stream_text(args.prompt, args.model, options, progress):
         print(piece, end="", flush=True)
@@ -117,14 +119,15 @@ def _add_score_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", metavar="DIR", required=True)
     parser.add_argument("--input", metavar="IN.json", required=True, type=Path)
     parser.add_argument("--output", metavar="OUT.safetensors", required=True, type=Path)
-    parser.add_argument("--numerics", choices=("reference", "float32"), default="reference")
+    compute_arguments.add_arguments(parser)
     parser.add_argument("--prefill", choices=("exact", "bounded"), default="exact")
     parser.set_defaults(run=_score)
 
 
 def _score(args: argparse.Namespace) -> int:
+    compute = compute_of(args)
     model = load_model(args.model)
-    compute = Compute(Numerics(args.numerics))
+    print(described(compute), file=sys.stderr)
     bounded = args.prefill == "bounded"
     score_file(model, args.input, args.output, compute, bounded=bounded, progress=True)
     return 0

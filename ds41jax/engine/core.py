@@ -15,7 +15,7 @@ from ds41jax.cache.admission import Admission
 from ds41jax.cache.pool import PageLayout, PoolExhausted
 from ds41jax.cache.radix import Bank, Reuse
 from ds41jax.cache.symbols import ImageSpan
-from ds41jax.engine.device import Device, shape_of
+from ds41jax.engine.device import Device
 from ds41jax.engine.loading import Model
 from ds41jax.engine.observer import (
     DecodeRound,
@@ -25,7 +25,7 @@ from ds41jax.engine.observer import (
     Stopwatch,
     Watched,
 )
-from ds41jax.engine.options import EngineOptions, RoundShape
+from ds41jax.engine.options import EngineOptions
 from ds41jax.engine.places import Places
 from ds41jax.engine.prepare import Preparer
 from ds41jax.engine.request import (
@@ -237,7 +237,7 @@ class EngineCore:
         sequence.phase = Phase.DECODE
         masks = self.speculation.masks([sequence])
         watch.lap("choose")
-        choices = self.device.choices([sequence], [[]], masks, RoundShape(1, 1), fed=0)
+        choices = self.device.rounds.choices_after(sequence, masks)
         watch.lap("build")
         chosen = self.device.select(logits, choices)
         watch.lap("dispatch")
@@ -256,16 +256,10 @@ class EngineCore:
         watch = Stopwatch()
         drafts, masks = self.speculation.choose(running)
         watch.lap("choose")
-        batch = self.device.round(
-            [
-                s.rows(s.length, s.length + 1 + len(d), self.model.engram, d)
-                for s, d in zip(running, drafts, strict=True)
-            ]
-        )
-        shape = shape_of(batch)
-        choices = self.device.choices(running, drafts, masks, shape, fed=1)
+        made = self.device.rounds.make(running, drafts, masks)
+        drafts = made.drafts
         watch.lap("build")
-        chosen = self.device.select(self.device.verify(batch), choices)
+        chosen = self.device.select(self.device.verify(made.batch), made.choices)
         watch.lap("dispatch")
         outcome = read(chosen)
         watch.lap("wait")
@@ -274,7 +268,7 @@ class EngineCore:
         watch.lap("emit")
         self.counters.times.add(watch.times)
         if self.watched.observer is not None:
-            self._tell_round(running, drafts, accepted, shape.rows, watch.times)
+            self._tell_round(running, drafts, accepted, made.shape.rows, watch.times)
         return True
 
     def _tell_round(

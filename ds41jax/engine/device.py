@@ -1,6 +1,6 @@
 """The device's side of the engine: caches, page tables, compiled programs and their sizes."""
 
-from collections.abc import Sequence as Seq
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -12,25 +12,30 @@ from ds41jax.cache.sequence_pages import SequencePages
 from ds41jax.drafting.fixed import FixedPolicy
 from ds41jax.engine import cache_moves, steps
 from ds41jax.engine.batching import ROW_BUCKETS, SequenceRows, build_batch, row_bucket
-from ds41jax.engine.engram_lookup import EngramLookup
 from ds41jax.engine.grammar_matcher import mask_words
 from ds41jax.engine.loading import Model
-from ds41jax.engine.options import EngineOptions, RoundShape, round_shape, round_shapes
-from ds41jax.engine.sampling import SamplingParams, sampling_rows
+from ds41jax.engine.options import EngineOptions, round_shapes
+from ds41jax.engine.rounds import Rounds
 from ds41jax.engine.selection import Choices, Outcome, read, select_step
-from ds41jax.engine.sequence import Sequence
+from ds41jax.kernels.compute import Phase
 from ds41jax.model.state import PAGE_ROWS, CacheShape, StepBatch, init_state
-
-_GREEDY = SamplingParams()
 
 
 class Device:
-    """Runs steps. Everything is allocated here, once; states are donated from step to step."""
+    """Runs steps. Everything is allocated here, once; states are donated from step to step.
+
+    Where steps run is decided here and in `steps` alone. Several devices: the weights come placed,
+    the state is placed like them, and the step programs are those of a mesh. Experts elsewhere: a
+    call inside the step programs, which `compute` names. Two lanes: two `Rounds` over this one
+    state, each read before it makes its next round. The scheduler sees none of it.
+    """
 
     def __init__(self, model: Model, options: EngineOptions, pages: int, slots: int, block: int):
         """`pages` of the pool, `slots` of the caches (arena included), `block` drafts at most."""
         config = model.config
-        self.model, self.config, self.compute = model, config, options.compute
+        self.model, self.config = model, config
+        self.compute = options.compute.during(Phase.DECODE)
+        self.prefill_compute = options.compute.during(Phase.PREFILL)
         self.block, self.pages, self.slots = block, pages, slots
         self.mask_words = mask_words(config.vocab_size)
         adaptive = not isinstance(options.policy, FixedPolicy)
@@ -50,7 +55,8 @@ class Device:
         self.state = jax.device_put(state, device)
         # Steps without constraints share one mask on the device: nothing is sent for them.
         rows = {shape.rows for shape in self.shapes}
-        self._free_masks = {n: jnp.full((n, self.mask_words), -1, jnp.int32) for n in rows}
+        free_masks = {n: jnp.full((n, self.mask_words), -1, jnp.int32) for n in rows}
+        self.rounds = Rounds(config, model.engram, self.shapes, self.page_tables, free_masks)
 
     # ------------------------------------------------------------------ caches
 
@@ -71,6 +77,7 @@ class Device:
     def set_pages(self, slot: int, pages: SequencePages) -> None:
         """Makes a sequence's pages known to later steps."""
         pages.write_into(self.page_tables[:, slot])
+        self.rounds.tables_changed()
 
     # ------------------------------------------------------------------ steps
 
@@ -88,29 +95,22 @@ class Device:
     def encode(self, batch: StepBatch) -> None:
         """A chunk of a bounded prefill."""
         self.state = steps.encode_step(
-            self.model.params, self.state, batch, self.config, self.compute
+            self.model.params, self.state, batch, self.config, self.prefill_compute
         )
 
     def feed(self, batch: StepBatch) -> jax.Array:
         """A chunk of an exact prefill; logits [1, V]."""
         self.state, logits, _ = steps.full_step(
-            self.model.params, self.state, batch, self.config, self.compute
+            self.model.params, self.state, batch, self.config, self.prefill_compute
         )
         return logits
 
     def feed_suffix(self, batch: StepBatch) -> jax.Array:
         """The end of a bounded prefill; logits [1, V]."""
         self.state, logits, _ = steps.suffix_step(
-            self.model.params, self.state, batch, self.config, self.compute
+            self.model.params, self.state, batch, self.config, self.prefill_compute
         )
         return logits
-
-    def round(self, sequences: Seq[SequenceRows]) -> StepBatch:
-        """The batch of a decode round, padded to the smallest compiled size that holds it."""
-        shape = round_shape(self.shapes, len(sequences), sum(map(len, sequences)))
-        return build_batch(
-            sequences, self.page_tables, self.config, buckets=(shape.rows,), width=shape.width
-        )
 
     def verify(self, batch: StepBatch) -> jax.Array:
         """Runs the rows of a decode round; logits [rows, V] of them all."""
@@ -135,119 +135,43 @@ class Device:
             self.block > 0,
         )
 
-    def choices(
-        self,
-        sequences: Seq[Sequence],
-        drafts: Seq[Seq[int]],
-        masks: Seq[np.ndarray] | None,
-        shape: RoundShape,
-        fed: int,
-    ) -> Choices:
-        """What a step's rows are asked.
-
-        Args:
-          sequences: whose rows the step has.
-          drafts: of each, verified after its anchor row.
-          masks: of each, [1 + drafts, words], or None if nothing is constrained.
-          shape: of the step, as compiled.
-          fed: 1 if the anchor rows stand at the sequences' `length`, 0 if just below it.
-        """
-        width, rows = shape.width, shape.rows
-        counts = [1 + len(own) for own in drafts]
-        token_ids = np.zeros(rows, np.int32)
-        params, index = [_GREEDY] * rows, [0] * rows
-        row = 0
-        for s, own, count in zip(sequences, drafts, counts, strict=True):
-            token_ids[row + 1 : row + count] = own
-            params[row : row + count] = [s.request.sampling] * count
-            index[row : row + count] = range(s.emitted, s.emitted + count)
-            row += count
-        per_sequence = np.zeros((4, width), np.int32)
-        per_sequence[0, : len(counts)] = [s.slot for s in sequences]
-        per_sequence[1, : len(counts)] = [s.length + fed - 1 for s in sequences]
-        per_sequence[2, : len(counts)] = np.cumsum([0, *counts])[:-1]
-        per_sequence[3, : len(counts)] = counts
-        slots, starts, first_rows, row_counts = per_sequence
-        fields: dict[str, Any] = {
-            "sampling": sampling_rows(params, index),
-            "masks": self._masks(masks, rows),
-            "masked": np.bool_(masks is not None),
-            "logprobs": np.bool_(any(s.request.top_logprobs is not None for s in sequences)),
-            "token_ids": token_ids,
-            "slots": slots,
-            "starts": starts,
-            "first_rows": first_rows,
-            "counts": row_counts,
-        }
-        return Choices(**fields)
-
-    def _masks(self, masks: Seq[np.ndarray] | None, rows: int) -> jax.Array | np.ndarray:
-        if masks is None:
-            return self._free_masks[rows]
-        joined: np.ndarray = np.full((rows, self.mask_words), -1, np.int32)
-        joined[: sum(map(len, masks))] = np.concatenate(masks)
-        return joined
-
     # ------------------------------------------------------------------ warm-up
 
-    def warm_up(self, bounded: bool, engram: EngramLookup | None, progress: bool) -> None:
+    def warm_up(self, bounded: bool, progress: bool) -> None:
         """Compiles every program by running it on rows that are written nowhere."""
         bounded = bounded and self.config.boundary_layer is not None
         suffix = row_bucket(
             min(self.config.sliding_window, self.chunk_buckets[-1]), self.chunk_buckets
         )
-        jobs: list[tuple[Any, int, int]] = [
-            (self._warm_round, s.rows, s.width) for s in self.shapes
-        ]
+        chunks: list[tuple[Callable[[StepBatch], Any], int]] = []
         for bucket in self.chunk_buckets:
-            jobs.append((self._warm_encode if bounded else self._warm_feed, bucket, 1))
-        if bounded:
-            buckets = [b for b in self.chunk_buckets if b <= suffix]
-            jobs += [(self._warm_suffix, bucket, 1) for bucket in buckets]
-        for job, rows, width in tqdm(jobs, desc="compiling", unit="program", disable=not progress):
-            job(self._idle_batch(rows, width, engram, job == self._warm_round))
+            chunks.append((self.encode if bounded else self.feed, bucket))
+            if bounded and bucket <= suffix:
+                chunks.append((self.feed_suffix, bucket))
+        total = len(self.shapes) + len(chunks)
+        with tqdm(total=total, desc="compiling", unit="program", disable=not progress) as bar:
+            for shape in self.shapes:
+                batch, choices = self.rounds.idle(shape)
+                read(self.select(self.verify(batch), choices))
+                bar.update()
+            for program, rows in chunks:
+                program(self.idle_chunk(rows))
+                bar.update()
         self.copy_slot(0, 0)
         self.copy_pages([(0, self.pages)])
         jax.block_until_ready(self.state)
 
-    def _idle_batch(
-        self, rows: int, width: int, engram: EngramLookup | None, every_row: bool
-    ) -> Any:
-        """A batch of padding alone."""
-        tokens = np.zeros(1, np.int32)
+    def idle_chunk(self, rows: int) -> StepBatch:
+        """A prefill step of padding alone."""
+        tokens, engram = np.zeros(1, np.int32), self.model.engram
         found = None if engram is None else engram.gather(tokens, np.zeros(1, bool), 0)
-        batch = build_batch(
+        batch: Any = build_batch(
             [SequenceRows(slot=0, start=0, token_ids=tokens, engram=found)],
             self.page_tables,
             self.config,
-            logit_rows=None if every_row else [0],
+            logit_rows=[0],
             buckets=(rows,),
-            width=width,
+            width=1,
         )
-        return batch.replace(sequences=np.full(rows, width, np.int32))  # type: ignore[attr-defined]
-
-    def _warm_round(self, batch: Any) -> None:
-        self.state, logits, _ = steps.full_step(
-            self.model.params, self.state, batch, self.config, self.compute
-        )
-        read(self.select(logits, self.choices([], [], None, shape_of(batch), fed=1)))
-
-    def _warm_encode(self, batch: Any) -> None:
-        self.state = steps.encode_step(
-            self.model.params, self.state, batch, self.config, self.compute
-        )
-
-    def _warm_feed(self, batch: Any) -> None:
-        self.state, *_ = steps.full_step(
-            self.model.params, self.state, batch, self.config, self.compute
-        )
-
-    def _warm_suffix(self, batch: Any) -> None:
-        self.state, *_ = steps.suffix_step(
-            self.model.params, self.state, batch, self.config, self.compute
-        )
-
-
-def shape_of(batch: StepBatch) -> RoundShape:
-    """The compiled size of a round's batch."""
-    return RoundShape(width=batch.starts.shape[0], rows=batch.positions.shape[0])
+        idle: StepBatch = batch.replace(sequences=np.ones(rows, np.int32))
+        return idle

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import ml_dtypes
 import numpy as np
 
-from ds41jax.checkpoint.engram_tables import EngramTable
+from ds41jax.checkpoint.engram_tables import EngramTable, broken_rows
 from ds41jax.formats import Format, QuantizedArray
 from ds41jax.model.engram_hash import EngramHash
 
@@ -37,3 +37,22 @@ class EngramLookup:
         codes = np.stack([codes for codes, _ in read], axis=1)
         scales = np.stack([scales for _, scales in read], axis=1)
         return QuantizedArray(codes.view(ml_dtypes.float8_e4m3fn), scales, format=Format.FP8_GROUP)
+
+    def take(
+        self, tokens: np.ndarray, rows: np.ndarray, codes: np.ndarray, scales: np.ndarray
+    ) -> np.ndarray:
+        """Table rows of a few tokens of several sequences, in one hash and one read a table.
+
+        Args:
+          tokens, rows: as for `EngramHash.hash_rows`, T rows.
+          codes, scales: uint8 [>= T, Engram layers, columns, ...], filled up to T.
+
+        Returns:
+          [T] bool, tokens whose rows hold a NaN and must not be used.
+        """
+        ids = self.hash.hash_rows(tokens, rows)
+        count = len(rows)
+        for layer, table in enumerate(self.tables):
+            codes[:count, layer], scales[:count, layer] = table.take(ids[:, layer])
+        broken: np.ndarray = np.any(broken_rows(codes[:count], scales[:count]), axis=(1, 2))
+        return broken

@@ -11,6 +11,7 @@ import numpy as np
 from ds41jax.engine.loading import Model, load_model
 from ds41jax.engine.sampling import SamplingParams, choose_tokens, sampling_rows
 from ds41jax.engine.session import Prompt, Session
+from ds41jax.kernels.compute import Compute, default_compute
 from ds41jax.prompt import encode_chat
 from ds41jax.tokenizer import StreamDecoder
 
@@ -25,6 +26,7 @@ class GenerateOptions:
       dspark: draft with the checkpoint's drafter; the output is the same without.
       bounded: prefill the layers past the last KV source on the prompt's last window only.
       raw: continue the text as it is, rather than answer it as a user's turn.
+      compute: rounding and kernels; Pallas kernels on an NVIDIA GPU unless something else is given.
     """
 
     max_tokens: int = 128
@@ -32,6 +34,7 @@ class GenerateOptions:
     dspark: bool = True
     bounded: bool = True
     raw: bool = False
+    compute: Compute = field(default_factory=default_compute)
 
     def __post_init__(self) -> None:
         if self.max_tokens < 1:
@@ -151,7 +154,7 @@ def stream_tokens(
     ids = prompt_ids(prompt, model, options)
     dspark = options.dspark and model.params.drafter is not None
     block = model.config.dspark_block_size if dspark else 0
-    session = Session(model, len(ids) + options.max_tokens + block)
+    session = Session(model, len(ids) + options.max_tokens + block, options.compute)
     progress.prompt_tokens = len(ids)
     start = time.perf_counter()
     result = session.prefill(Prompt.of_text(ids), bounded=options.bounded)[-1]

@@ -7,7 +7,7 @@ from ds41jax.cache.radix import Reuse
 from ds41jax.config import ModelConfig
 from ds41jax.drafting.fixed import FixedPolicy
 from ds41jax.drafting.policy import Policy
-from ds41jax.kernels.compute import Compute
+from ds41jax.kernels.compute import Compute, default_compute
 from ds41jax.model.state import PAGE_ROWS
 
 MAX_ACTIVE = 16
@@ -37,7 +37,7 @@ class EngineOptions:
         `HostOptions` has it.
       snapshot_every: in exact reuse, tokens between snapshots inside a long prompt.
       warm_up: compile every program before the first request.
-      compute: rounding and kernels.
+      compute: rounding and kernels; Pallas kernels on an NVIDIA GPU unless something else is given.
     """
 
     max_active: int = MAX_ACTIVE
@@ -60,7 +60,7 @@ class EngineOptions:
     host_pace_seconds: float = 0.0
     snapshot_every: int = 2048
     warm_up: bool = True
-    compute: Compute = field(default_factory=Compute)
+    compute: Compute = field(default_factory=default_compute)
 
     def host_options(self, config: ModelConfig, pages: int) -> HostOptions:
         """The host tier's part, with so many pages."""

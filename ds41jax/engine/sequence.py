@@ -119,41 +119,31 @@ class Sequence:
             self.window_floor = hit.start
 
     def rows(
-        self,
-        first: int,
-        last: int,
-        engram: EngramLookup | None,
-        drafts: list[int] | None = None,
-        decoder_floor: int = 0,
+        self, first: int, last: int, engram: EngramLookup | None, decoder_floor: int = 0
     ) -> SequenceRows:
-        """Its rows at positions first to last - 1; drafts stand after the known tokens."""
-        tokens = self.tokens[:last]
-        if drafts:
-            tokens = tokens.copy()
-            tokens[last - len(drafts) :] = drafts
-        decoding = self.phase is Phase.DECODE
+        """The rows of its prompt at positions first to last - 1."""
         embeds = None
         if self.image_embeds is not None and self.is_image[first:last].any():
             embeds = self.image_embeds[first:last]
         return SequenceRows(
             slot=self.slot,
             start=first,
-            token_ids=tokens[first:],
+            token_ids=self.tokens[first:last],
             is_image=self.is_image[first:last],
             image_embeds=embeds,
-            engram=self._engram_rows(tokens, first, last, engram),
-            window_floor=0 if decoding else self.window_floor,
+            engram=self._engram_rows(first, last, engram),
+            window_floor=self.window_floor,
             decoder_floor=decoder_floor,
-            global_floor=0 if decoding else self.global_floor,
+            global_floor=self.global_floor,
         )
 
     def read_ahead(self, first: int, last: int, engram: EngramLookup, readers: Executor) -> None:
         """Begins to gather the Engram rows of prompt positions that the next step will feed."""
-        rows = readers.submit(self._gather, self.tokens[:last], first, engram)
+        rows = readers.submit(self._gather, first, last, engram)
         self._ahead = first, last, rows
 
     def _engram_rows(
-        self, tokens: np.ndarray, first: int, last: int, engram: EngramLookup | None
+        self, first: int, last: int, engram: EngramLookup | None
     ) -> QuantizedArray | None:
         if engram is None:
             return None
@@ -161,14 +151,14 @@ class Sequence:
         try:
             if ahead is not None and ahead[:2] == (first, last):
                 return ahead[2].result()
-            return self._gather(tokens, first, engram)
+            return self._gather(first, last, engram)
         except (CheckpointError, OSError) as error:
             raise SequenceFault(self, "internal", f"Engram tables: {error}") from error
 
-    def _gather(self, tokens: np.ndarray, first: int, engram: EngramLookup) -> QuantizedArray:
-        last = len(tokens)
+    def _gather(self, first: int, last: int, engram: EngramLookup) -> QuantizedArray:
         before = max(0, first - engram.history)
-        return engram.gather(tokens[before:], self.is_image[before:last], first - before)
+        rows = slice(before, last)
+        return engram.gather(self.tokens[rows], self.is_image[rows], first - before)
 
     def append(self, token: int) -> None:
         """Takes an emitted token."""

@@ -13,7 +13,7 @@ from ds41jax.engine import steps
 from ds41jax.engine.batching import ROW_BUCKETS, SequenceRows, build_batch
 from ds41jax.engine.loading import Model
 from ds41jax.formats import QuantizedArray
-from ds41jax.kernels.compute import REFERENCE, Compute
+from ds41jax.kernels.compute import REFERENCE, Compute, Phase
 from ds41jax.model.drafter import Draft
 from ds41jax.model.state import PAGE_ROWS, CacheShape, StepBatch, init_state
 
@@ -82,7 +82,7 @@ class Session:
             raise ValueError(
                 f"{max_length} positions exceed the context of {config.max_position_embeddings}"
             )
-        self.model, self.compute = model, compute
+        self.model, self.compute = model, compute.during(Phase.DECODE)
         self.max_length = max_length
         self.length = 0
         self._tokens = np.zeros(max_length, np.int32)
@@ -92,6 +92,10 @@ class Session:
         shape = (sources, 1, pages)
         self._page_tables = np.arange(sources * pages, dtype=np.int32).reshape(shape)
         self._state = init_state(config, CacheShape(1, sources * pages), compute)
+
+    @property
+    def _prefill_compute(self) -> Compute:
+        return self.compute.during(Phase.PREFILL)
 
     @property
     def config(self) -> ModelConfig:
@@ -111,7 +115,7 @@ class Session:
         if bounded and self.config.boundary_layer is not None:
             return self._bounded_prefill(prompt, all_rows)
         return [
-            self._feed(prompt, slice(first, last), all_rows)
+            self._feed(prompt, slice(first, last), all_rows, self._prefill_compute)
             for first, last in chunks(len(prompt.token_ids))
         ]
 
@@ -120,7 +124,7 @@ class Session:
         for first, last in chunks(count):
             batch, _ = self._batch(prompt, slice(first, last))
             self._state = steps.encode_step(
-                self.model.params, self._state, batch, self.config, self.compute
+                self.model.params, self._state, batch, self.config, self._prefill_compute
             )
         kept = max(0, count - self.config.sliding_window)
         results = [
@@ -133,14 +137,15 @@ class Session:
     def _run_suffix(self, prompt: Prompt, rows: slice, floor: int, all_rows: bool) -> StepResult:
         batch, count = self._batch(prompt, rows, all_rows, floor=floor)
         self._state, logits, hidden = steps.suffix_step(
-            self.model.params, self._state, batch, self.config, self.compute
+            self.model.params, self._state, batch, self.config, self._prefill_compute
         )
         return StepResult(logits, hidden, count)
 
     def step(self, token_ids: list[int] | np.ndarray) -> StepResult:
         """Feeds text tokens after all fed so far; returns every row's results."""
         prompt = Prompt.of_text(token_ids)
-        return self._feed(prompt, slice(0, len(prompt.token_ids)), True, offset=self.length)
+        rows = slice(0, len(prompt.token_ids))
+        return self._feed(prompt, rows, True, self.compute, offset=self.length)
 
     def rollback(self, length: int) -> None:
         """Forgets rows from position `length` on: they will be overwritten when fed again."""
@@ -159,10 +164,12 @@ class Session:
             self.compute,
         )
 
-    def _feed(self, prompt: Prompt, rows: slice, all_rows: bool, offset: int = 0) -> StepResult:
+    def _feed(
+        self, prompt: Prompt, rows: slice, all_rows: bool, compute: Compute, offset: int = 0
+    ) -> StepResult:
         batch, count = self._batch(prompt, rows, all_rows, offset)
         self._state, logits, hidden = steps.full_step(
-            self.model.params, self._state, batch, self.config, self.compute
+            self.model.params, self._state, batch, self.config, compute
         )
         self.length = rows.stop + offset
         return StepResult(logits, hidden, count)

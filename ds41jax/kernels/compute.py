@@ -91,6 +91,21 @@ class Compute:
         """See `Numerics.fake_quantize`."""
         return values(self.quantize(x, format))
 
+    def during(self, phase: Phase) -> "Compute":
+        """The same for rows of a phase."""
+        return dataclasses.replace(self, phase=phase)
+
+
+def default_kernels(numerics: Numerics = Numerics.REFERENCE) -> Kernels:
+    """PALLAS if JAX runs on an NVIDIA GPU and the numerics have kernels, else JNP."""
+    cuda = "cuda" in jax.devices()[0].client.platform_version.lower()
+    return Kernels.PALLAS if cuda and numerics is Numerics.REFERENCE else Kernels.JNP
+
+
+def default_compute() -> Compute:
+    """Rounding as trained, on the kernels of this machine."""
+    return Compute(kernels=default_kernels())
+
 
 REFERENCE = Compute()
 FLOAT32 = Compute(Numerics.FLOAT32)

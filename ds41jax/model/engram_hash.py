@@ -19,6 +19,7 @@ from ds41jax.tokenizer import Tokenizer
 
 TOKEN_MAP_FILE = "engram_token_map.json"
 MAX_TOKEN_MAP_BYTES = 16 << 20
+UNREACHABLE = -1
 _SEED_PER_LAYER = 10007
 _LONE_SPACE = "\ue000"  # keeps a token that is one space from being stripped to nothing
 _MILLER_RABIN_BASES = (2, 3, 5, 7, 11, 13, 17, 19, 23, 29, 31, 37)  # exact below 3.3e24
@@ -88,25 +89,34 @@ class EngramHash:
         lead = np.zeros(0, np.int64) if previous is None else previous[-(orders - 1) :]
         lead_image = _mask(previous_image_mask, previous)[-(orders - 1) :]
         outside = orders - 1 - len(lead)
-        ids = self.token_map[np.concatenate([lead, tokens])].astype(np.int64)
-        ids = np.concatenate([np.full(outside, self.pad), ids])
-        blocked = np.concatenate([np.ones(outside, bool), lead_image, _mask(image_mask, tokens)])
-        grams = self._grams(ids, blocked, len(tokens))
-        heads = self.primes.shape[1] // (orders - 1)
-        hashes = np.stack(grams[1:], axis=-1).repeat(heads, axis=-1)
-        return hashes % self.primes + self.offsets
+        image = np.concatenate([lead_image, _mask(image_mask, tokens)])
+        reached = np.where(image, UNREACHABLE, np.concatenate([lead, tokens]))
+        padded = np.concatenate([np.full(outside, UNREACHABLE), reached])
+        return self.hash_rows(padded, np.arange(orders - 1, len(padded)))
 
-    def _grams(self, ids: np.ndarray, blocked: np.ndarray, count: int) -> list[np.ndarray]:
-        """Mixed n-grams for n = 1 .. N of the last `count` entries, each [T, L]."""
-        mixed = np.zeros((count, len(self.multipliers)), np.int64)
-        reachable = np.ones(count, bool)
+    def hash_rows(self, tokens: np.ndarray, rows: np.ndarray) -> np.ndarray:
+        """Table rows of chosen tokens of any number of sequences.
+
+        Args:
+          tokens: [M] ids of the sequences one after another, UNREACHABLE for image rows and for
+            what lies before a sequence's start.
+          rows: [T] places in `tokens`, each with the N - 1 tokens before it in front of it.
+
+        Returns:
+          [T, L, C] int64.
+        """
+        blocked = tokens == UNREACHABLE
+        ids = self.token_map[np.where(blocked, 0, tokens)].astype(np.int64)
+        mixed = np.zeros((len(rows), len(self.multipliers)), np.int64)
+        reachable = np.ones(len(rows), bool)
         grams = []
         for shift, factor in enumerate(self.multipliers.T):
-            span = slice(len(ids) - count - shift, len(ids) - shift)
-            reachable = reachable & ~blocked[span]
-            mixed = mixed ^ (np.where(reachable, ids[span], self.pad)[:, None] * factor)
+            reachable = reachable & ~blocked[rows - shift]
+            mixed = mixed ^ (np.where(reachable, ids[rows - shift], self.pad)[:, None] * factor)
             grams.append(mixed)
-        return grams
+        heads = self.primes.shape[1] // (len(grams) - 1)
+        hashes = np.stack(grams[1:], axis=-1).repeat(heads, axis=-1)
+        return hashes % self.primes + self.offsets
 
 
 def _mask(mask: np.ndarray | None, tokens: np.ndarray | None) -> np.ndarray:

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from ds41jax import compute_arguments
 from ds41jax.cache.planner import state_bytes
 from ds41jax.cache.pool import PageLayout
 from ds41jax.cache.radix import Reuse
@@ -89,6 +90,7 @@ def _add_engine_arguments(group: argparse._ArgumentGroup) -> None:
     add("--dspark-fixed", action="store_const", dest="dspark_policy", const="fixed")
     add("--dspark-draft-limit", type=_whole(1, 7), default=5, metavar="N")
     add("--warm-up", action=switch, default=True, help="compile before the first request")
+    compute_arguments.add_arguments(group)
     add("--memory-reservation", type=size_in_bytes, metavar="SIZE", help="for the plan")
 
 
@@ -155,6 +157,7 @@ def engine_options(args: argparse.Namespace, config: ModelConfig) -> EngineOptio
         host_restore_seconds=args.host_cache_restore_budget_ms / 1000,
         host_pace_seconds=args.host_cache_store_pace_ms / 1000,
         warm_up=args.warm_up,
+        compute=compute_arguments.compute_of(args),
     )
     options.check(config)
     return options

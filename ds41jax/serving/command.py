@@ -10,6 +10,7 @@ import jax
 import uvicorn
 
 from ds41jax.cache.planner import PlanOptions, plan_memory
+from ds41jax.compute_arguments import described
 from ds41jax.config import ModelConfig, load_config
 from ds41jax.engine.default_model import default_model_path
 from ds41jax.engine.engine import Engine
@@ -108,7 +109,8 @@ def _print_plan(
         ("grammars", "yes" if options.guided else "no: xgrammar is not installed"),
         ("sampling", f"temperature {sampling.temperature:g}, top_p {sampling.top_p:g} by default"),
         ("API key", "needed" if options.api_key else "none: open to everyone who reaches the port"),
-        ("device", f"{jax.devices()[0].device_kind}, {jax.device_count()}"),
+        ("devices", f"{jax.device_count()}"),
+        ("computes", described(engine.compute)),
     ]
     for name, value in rows:
         print(f"{name:<12}{value}")
