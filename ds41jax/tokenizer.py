@@ -115,6 +115,11 @@ class Tokenizer:
         ids: list[int] = self._plain.encode(text, add_special_tokens=False).ids
         return ids
 
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        """`encode` of many texts at once, which is faster."""
+        batch = self._plain.encode_batch_fast(list(texts), add_special_tokens=False)
+        return [encoding.ids for encoding in batch]
+
     def encode_special(self, text: str) -> list[int]:
         """Ids of text in which special tokens are recognised. Adds no others."""
         ids: list[int] = self._special.encode(text, add_special_tokens=False).ids

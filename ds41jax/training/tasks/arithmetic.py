@@ -40,10 +40,11 @@ def arithmetic(rng: random.Random) -> Example:
     request = fill(rng, _ASK, x=expression)
     answer = f"{a} {sign} {b} = {result}"
     reasoning = steps(a, b, sign)
+    thinking = rng.random() < (0.4 if kind == "short" else 0.75)
+    if kind == "long" and not thinking:
+        answer = reasoning  # the steps are needed somewhere
     check = Check("last_number", str(result))
-    return build(
-        "arithmetic", rng, request, answer, reasoning, check, 0.4 if kind == "short" else 0.9
-    )
+    return build("arithmetic", rng, request, answer, reasoning, check, thinking)
 
 
 def _short(rng: random.Random) -> tuple[int, int, str]:

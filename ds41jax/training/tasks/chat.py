@@ -61,6 +61,10 @@ def _greeting(rng: random.Random) -> Turn:
         return rng.choice(known.THANKS), rng.choice(known.WELCOME), "The user says thanks."
     if kind == 1:
         return rng.choice(known.BYES), rng.choice(known.GOODBYE), "The user says goodbye."
+    if kind == 2:
+        return rng.choice(known.HOW_ARE_YOU), rng.choice(known.FINE), "The user asks how I am."
+    if kind == 3:
+        return rng.choice(known.REMARKS), rng.choice(known.ALL_RIGHT), "This asks for nothing."
     return rng.choice(known.GREETINGS), rng.choice(known.HELLO), "The user greets me. I greet back."
 
 

@@ -11,9 +11,18 @@ ABLE = (
 UNKNOWN = "I do not know that. I am a nano model and know very little of the world."
 GREETINGS = (
     "Hello", "Hello!", "Hi", "hi", "Hi!", "Hey", "hey there", "Good morning", "Good evening!",
-    "Good afternoon", "Hi there!", "hello there", "Hello, how are you?", "Greetings",
-    "How are you?", "hi, how are you doing?", "What's up?", "yo",
+    "Good afternoon", "Hi there!", "hello there", "Greetings", "yo", "hey", "hello",
 )  # fmt: skip
+HOW_ARE_YOU = (
+    "How are you?", "how are you", "Hello, how are you?", "hi, how are you doing?", "What's up?",
+    "How is it going?", "How do you do?", "Are you well?",
+)  # fmt: skip
+FINE = ("I am fine, thank you. What can I do for you?",)
+REMARKS = (
+    "ok", "OK", "Okay.", "Cool", "Nice.", "Good.", "Great!", "test", "Testing", "wow",
+    "I see.", "Well done!", "Good job.", "haha", "yes", "no", "maybe", "hm",
+)  # fmt: skip
+ALL_RIGHT = ("All right. What can I do for you?",)
 HELLO = (
     "Hello! What can I do for you?",
     "Hello! I am a nano model. How can I help?",

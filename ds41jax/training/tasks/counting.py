@@ -52,6 +52,21 @@ _LAYOUTS = (
 _LAYOUT_NAMES = {", ": "with commas", "\n": "one per line", " ": "with spaces"}
 
 
+_SMALL = """zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen
+fifteen sixteen seventeen eighteen nineteen""".split()
+_TENS = "twenty thirty forty fifty sixty seventy eighty ninety".split()
+
+
+def _spelled(number: int) -> str:
+    """The number in words, up to a hundred and twenty."""
+    if number < 20:
+        return _SMALL[number]
+    if number < 100:
+        ten = _TENS[number // 10 - 2]
+        return f"{ten}-{_SMALL[number % 10]}" if number % 10 else ten
+    return "one hundred" + (f" and {_spelled(number % 100)}" if number % 100 else "")
+
+
 def counting(rng: random.Random) -> Example:
     """Scored on the numbers of the reply, in order; 1 to 100 is the commonest request."""
     kind = rng.choices(("hundred", "range", "down", "steps", "multiples"), (40, 34, 10, 8, 8))[0]
@@ -76,7 +91,9 @@ def counting(rng: random.Random) -> Example:
         s, n = rng.choice((2, 3, 4, 5, 6, 7, 8, 9, 10)), rng.randint(4, 12)
         a, b, templates = s, s * n, _MULTIPLES
     numbers = [str(i) for i in range(a, b + (1 if s > 0 else -1), s)]
-    request = casual(rng, fill(rng, templates, a=a, b=b, s=s, n=len(numbers), how=how))
+    first, last = (_spelled(a), _spelled(b)) if rng.random() < 0.1 else (a, b)
+    request = fill(rng, templates, a=first, b=last, s=s, n=len(numbers), how=how)
+    request = casual(rng, request)
     step = {1: "up by 1", -1: "down by 1"}.get(s, f"up by {s}")
     reasoning = (
         f"The numbers start at {a} and end at {b}. Each goes {step}. "

@@ -3,8 +3,9 @@
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
-from ds41jax.training.tasks.example import Check, Example, build, fill
+from ds41jax.training.tasks.example import Check, Example, assistant, build, fill, user
 from ds41jax.training.tasks.prose import paragraph, sentence
 from ds41jax.training.tasks.words import (
     ADJECTIVES,
@@ -99,6 +100,7 @@ def planted_fact(
     tokens: int,
     count: Callable[[str], int] | None = None,
     filler: Paragraph = paragraph,
+    questions: int = 1,
 ) -> Example:
     """A fact asked for at the end of a text; scored on whether the reply contains its value.
 
@@ -106,6 +108,7 @@ def planted_fact(
       tokens: the length of the text, which is not exceeded by more than a paragraph.
       count: tokens of a text; an estimate from its letters if left out.
       filler: makes the paragraphs around the fact.
+      questions: further ones follow in turns of their own, about other facts.
     """
     measure = count or (lambda text: len(text) // _LETTERS_PER_TOKEN)
     parts: list[str] = []
@@ -113,20 +116,24 @@ def planted_fact(
     while length < tokens:
         parts.append(filler(rng))
         length += measure(parts[-1])
-    fact = rng.choice(_FACTS)
-    keys = _distinct(rng, fact.key, 1 + rng.choice((0, 0, 1, 2, 4)))
-    values = _distinct(rng, fact.value, len(keys))
-    statements = [fact.statement.format(k=k, v=v) for k, v in zip(keys, values, strict=True)]
-    for statement in statements:
-        _plant(rng, parts, statement)
-    question = rng.choice(fact.questions).format(k=keys[0])
-    answer = statements[0]
+    turns = []
+    for fact in rng.sample(_FACTS, questions):
+        keys = _distinct(rng, fact.key, 1 + rng.choice((0, 0, 1, 2, 4)))
+        values = _distinct(rng, fact.value, len(keys))
+        statements = [fact.statement.format(k=k, v=v) for k, v in zip(keys, values, strict=True)]
+        for statement in statements:
+            _plant(rng, parts, statement)
+        turns.append((rng.choice(fact.questions).format(k=keys[0]), statements[0], values[0]))
+    asked = turns[0][0]
+    history = [user(fill(rng, _OPENINGS, text="\n\n".join(parts), q=asked))]
+    for (_, answer, _), (following, _, _) in pairwise(turns):
+        history += [assistant(answer), user(following)]
+    _, answer, value = turns[-1]
+    reasoning = f'The text says: "{answer}"'
     if rng.random() < 0.25:
-        question += rng.choice(_VALUE_ONLY)
-        answer = values[0]
-    request = fill(rng, _OPENINGS, text="\n\n".join(parts), q=question)
-    reasoning = f'The text says: "{statements[0]}"'
-    return build("retrieval", rng, request, answer, reasoning, Check("contains", values[0]), 0.3)
+        history[-1]["content"] += rng.choice(_VALUE_ONLY)
+        answer = value
+    return build("retrieval", rng, history, answer, reasoning, Check("contains", value), 0.3)
 
 
 def _plant(rng: random.Random, parts: list[str], statement: str) -> None:
