@@ -215,6 +215,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seconds", type=float, default=180)
     parser.add_argument("--clients", type=int, default=16)
+    parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     jax.config.update("jax_compilation_cache_dir", str(cache_folder() / "compiled"))
     with tempfile.TemporaryDirectory() as folder:
@@ -224,7 +225,11 @@ def main() -> int:
             tally, stats = soak(engine, requests(), args.clients, args.seconds)
     found = faults(tally, stats)
     counts = {"answers": tally.answers, "left": tally.left, "refused": tally.refused}
-    print(json.dumps({**counts, "wrong": len(tally.wrong), "faults": found[:5]}))
+    totals = {"seconds": args.seconds, "clients": args.clients, "engine": stats["engine"]["totals"]}
+    result = {**counts, "wrong": len(tally.wrong), "faults": found[:5], **totals}
+    print(json.dumps(result))
+    if args.out is not None:
+        args.out.write_text(json.dumps(result, indent=1) + "\n")
     return 1 if found else 0
 
 
