@@ -60,13 +60,16 @@ sys.path.insert(0, sys.argv[1])
 import conftest
 from engine_runs import options, prompt, request
 from oracle import tiny_model
-from ds41jax.engine.engine import Engine, RequestHandle
+from ds41jax.engine.engine import Engine
 with Engine(tiny_model(), options(warm_up=True)) as engine:
     for _ in range(2):
         made = [request(prompt(i % 3, 5 + 9 * i), 6, seed=i % 2 or None, top_logprobs=i)
                 for i in range(8)]
         for handle in [engine.submit(r) for r in made]:
             list(handle)
+    for _ in range(2):  # the second time its prompt is found whole
+        hit = list(engine.submit(made[3]))[0].cached_tokens
+    assert hit == len(made[3].token_ids)
     print(engine.stats().compiled_after_ready)
 """
     tests = Path(__file__).parent

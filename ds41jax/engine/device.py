@@ -120,8 +120,8 @@ class Device:
         return logits
 
     def upload_logits(self, logits: np.ndarray) -> jax.Array:
-        """A saved row of logits [V], as a step would have returned it."""
-        return jnp.asarray(logits[None], jnp.float32)
+        """A saved row of logits [V], as a step would have returned it, placement included."""
+        return jax.device_put(logits[None].astype(np.float32), self.model.params.norm.sharding)
 
     def select(self, logits: jax.Array, choices: Choices) -> Outcome:
         """Chooses tokens of a step's rows and drafts on; the outcome is still on the device."""

@@ -94,7 +94,7 @@ class Engine:
         self.model, self.options = model, options or EngineOptions()
         self._core = EngineCore(model, self.options)
         if self.options.warm_up:
-            self._core.device.warm_up(self.options.bounded, model.engram, progress)
+            self._core.device.warm_up(self.options.bounded, progress)
         self._ready_compilations = compilations()
         self._numbers = itertools.count()
         self._arrived: list[Sequence] = []
