@@ -28,7 +28,7 @@ from typing import Any
 
 import uvicorn
 
-from ds41jax.checkpoint.presets import default_config
+from ds41jax.checkpoint.presets import small_config
 from ds41jax.config import ModelConfig, parse_config
 from ds41jax.engine.engine import RequestHandle
 from ds41jax.engine.request import Finished, Request, Started, Token
@@ -55,7 +55,7 @@ class StubEngine:
     healthy = True
 
     def __init__(self, tokens: int, each: int, round_seconds: float, busy_seconds: float):
-        self.model = StubModel(parse_config(default_config()), Tokenizer.from_vendor())
+        self.model = StubModel(parse_config(small_config()), Tokenizer.from_vendor())
         self.emitted: deque[tuple[float, list[float]]] = deque()
         self._word = self.model.tokenizer.encode(" word")[0]
         self._tokens, self._each = tokens, each

@@ -7,6 +7,7 @@ from paths import GOLDEN, ROOT
 
 from ds41jax.cli import main
 from ds41jax.engine import default_model
+from ds41jax.engine.loading import load_model
 
 
 def test_generate_streams_text_and_a_summary(text_model, capsys):
@@ -59,15 +60,13 @@ def test_make_checkpoint_then_score(tmp_path, capsys):
     )
 
 
-def test_the_default_checkpoint_is_made_once_and_named(tmp_path, monkeypatch, capsys):
-    made = []
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(
-        default_model, "make_checkpoint", lambda path, config, seed: made.append(path.mkdir())
-    )
-    first, second = default_model.default_model_path(), default_model.default_model_path()
-    assert first == second and len(made) == 1 and tmp_path in first.parents
-    assert "random weights" in capsys.readouterr().err
+def test_the_default_model_is_the_one_in_the_package(capsys):
+    folder = default_model.default_model_path()
+    assert "nano model" in capsys.readouterr().err
+    sizes = [file.stat().st_size for file in folder.iterdir()]
+    assert sum(sizes) <= 16_000_000 and max(sizes) < 5_000_000
+    model = load_model(folder, progress=False)
+    assert model.tokenizer is not None and model.tokenizer.vocab_size == model.config.vocab_size
 
 
 def test_plan_prints_a_table_or_what_is_missing(capsys):

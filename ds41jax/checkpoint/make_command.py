@@ -14,7 +14,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the command's arguments."""
     parser.add_argument("out", metavar="OUT", help="folder to make; must not exist")
     source = parser.add_mutually_exclusive_group()
-    source.add_argument("--preset", choices=sorted(PRESETS), default="default")
+    source.add_argument("--preset", choices=sorted(PRESETS), default="small")
     source.add_argument("--config", metavar="FILE", help="config.json of the geometry to write")
     parser.add_argument(
         "--layers",

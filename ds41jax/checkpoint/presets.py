@@ -107,7 +107,7 @@ _TINY_TEXT: dict[str, Any] = {
     "dspark_n_routed_experts": 4,
     "dspark_num_experts_per_tok": 2,
 }
-_DEFAULT_TEXT: dict[str, Any] = _TINY_TEXT | {
+_SMALL_TEXT: dict[str, Any] = _TINY_TEXT | {
     "num_hidden_layers": 8,
     "n_routed_experts": 16,
     "num_experts_per_tok": 4,
@@ -125,7 +125,7 @@ _DEFAULT_TEXT: dict[str, Any] = _TINY_TEXT | {
 }
 
 
-_NANO_TEXT: dict[str, Any] = _DEFAULT_TEXT | {
+_NANO_TEXT: dict[str, Any] = _SMALL_TEXT | {
     "hidden_size": 256,
     "moe_intermediate_size": 64,
     "q_lora_rank": 128,
@@ -148,11 +148,11 @@ def tiny_config() -> dict[str, Any]:
     return _config_json(_TINY_TEXT, _VISION, 512, compressed, ids)
 
 
-def default_config() -> dict[str, Any]:
+def small_config() -> dict[str, Any]:
     """8 narrow layers with every mechanism and the official vocabulary; below 100 MB."""
     vision = _VISION | {"max_image_tokens": 256}
     return _config_json(
-        _DEFAULT_TEXT, vision, OFFICIAL_VOCAB_SIZE, _OFFICIAL_COMPRESSED_VOCAB, _OFFICIAL_IDS
+        _SMALL_TEXT, vision, OFFICIAL_VOCAB_SIZE, _OFFICIAL_COMPRESSED_VOCAB, _OFFICIAL_IDS
     )
 
 
@@ -163,7 +163,7 @@ def nano_config(tokenizer: Tokenizer) -> dict[str, Any]:
     return _config_json(_NANO_TEXT, _VISION, tokenizer.vocab_size, compressed, ids)
 
 
-PRESETS = {"tiny": tiny_config, "default": default_config}
+PRESETS = {"tiny": tiny_config, "small": small_config}
 
 
 def _config_json(

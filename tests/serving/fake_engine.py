@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ds41jax.checkpoint.presets import default_config
+from ds41jax.checkpoint.presets import small_config
 from ds41jax.config import ModelConfig, parse_config
 from ds41jax.engine.observer import DecodeRound, Observer, PrefillStep, RequestRound, StepTimes
 from ds41jax.engine.request import (
@@ -71,7 +71,7 @@ class FakeEngine:
     """Follows the face of `ds41jax.engine.engine.Engine`."""
 
     def __init__(self, tokenizer: Tokenizer, script: Script, capacity: int = 32):
-        self.model = FakeModel(parse_config(default_config()), tokenizer)
+        self.model = FakeModel(parse_config(small_config()), tokenizer)
         self.script = script
         self.capacity = capacity
         self.healthy = True
