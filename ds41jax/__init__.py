@@ -13,19 +13,26 @@ if TYPE_CHECKING:
     from ds41jax.engine.generate import GenerateOptions, Generation, generate, stream_text
     from ds41jax.engine.loading import Model, load_model
     from ds41jax.engine.options import EngineOptions
-    from ds41jax.engine.request import Request
+    from ds41jax.engine.outputs import Output
+    from ds41jax.engine.request import EngineError, Failed, Finished, Request, Started, Token
     from ds41jax.engine.sampling import SamplingParams
 
     __version__: str
 
 _HOMES = {
     "Engine": "engine",
+    "EngineError": "request",
     "EngineOptions": "options",
+    "Failed": "request",
+    "Finished": "request",
     "GenerateOptions": "generate",
     "Generation": "generate",
     "Model": "loading",
+    "Output": "outputs",
     "Request": "request",
     "SamplingParams": "sampling",
+    "Started": "request",
+    "Token": "request",
     "generate": "generate",
     "load_model": "loading",
     "stream_text": "generate",
@@ -33,12 +40,18 @@ _HOMES = {
 
 __all__ = [
     "Engine",
+    "EngineError",
     "EngineOptions",
+    "Failed",
+    "Finished",
     "GenerateOptions",
     "Generation",
     "Model",
+    "Output",
     "Request",
     "SamplingParams",
+    "Started",
+    "Token",
     "generate",
     "load_model",
     "stream_text",

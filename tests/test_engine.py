@@ -1,5 +1,7 @@
 """The engine gives every request exactly what it gets alone, whatever runs beside it."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 from engine_runs import Run, alone, options, prompt, request
@@ -8,6 +10,7 @@ from hypothesis import strategies as st
 from oracle import recorded, tiny_model
 
 from ds41jax.cache.radix import Reuse
+from ds41jax.checkpoint.engram_tables import EngramTable
 from ds41jax.checkpoint.safetensors_files import CheckpointError
 from ds41jax.drafting.fixed import FixedPolicy
 from ds41jax.engine.core import EngineCore
@@ -149,7 +152,7 @@ def test_exact_reuse_restarts_inside_a_long_prompt():
     assert run.tokens(number) == alone(changed)
 
 
-@pytest.mark.parametrize("length", [1, 7, 8, 9, 15, 16, 17, 129, 255, 256, 257])
+@pytest.mark.parametrize("length", [1, 7, 8, 9, 15, 16, 17, 127, 128, 129, 255, 256, 257, 2049])
 def test_ring_phases_survive_reuse(length):
     run = Run()
     ids = prompt(15, length)
@@ -223,7 +226,7 @@ def test_a_snapshot_comes_back_from_host_memory():
 
 def test_what_cannot_ever_fit_fails_alone():
     run = Run()
-    small, large = run.add(MIXED[0]), run.add(request(prompt(1, 1500), 1000))
+    small, large = run.add(MIXED[0]), run.add(request(prompt(1, 1500), 2500))
     other = run.add(MIXED[2])
     run.finish()
     assert isinstance(run.last(large), Failed) and run.last(large).error.kind == "capacity"
@@ -237,7 +240,7 @@ def test_torture_by_a_tiny_pool():
     for i in range(60):
         ids = prompt(int(rng.integers(6)), int(rng.integers(1, 60)))
         long = rng.random() < 0.5
-        number = run.add(request(ids, 900 if long else int(rng.integers(1, 5)), i % 3 or None))
+        number = run.add(request(ids, 1400 if long else int(rng.integers(1, 5)), i % 3 or None))
         for _ in range(rng.integers(4)):
             run.core.step()
         if long:
@@ -272,6 +275,62 @@ def test_a_broken_table_row_fails_only_who_reads_it(monkeypatch):
     run.finish()
     assert isinstance(run.last(bad), Failed) and "row 7" in str(run.last(bad).error)
     assert [run.tokens(n) for n in numbers] == [alone(r) for r in healthy]
+
+
+def with_broken_rows(rows):
+    """The tiny model with NaN in rows of its first Engram table."""
+    model = tiny_model()
+    first, *others = model.engram.tables
+    codes = first.codes.copy()
+    codes[sorted(rows)] = 0x7F
+    broken = dataclasses.replace(first, codes=codes)
+    engram = dataclasses.replace(model.engram, tables=(broken, *others))
+    return dataclasses.replace(model, engram=engram)
+
+
+@pytest.fixture
+def rows_read(monkeypatch):
+    """Rows of the first Engram table that were read since it was cleared."""
+    seen, first = set(), tiny_model().engram.tables[0]
+    for name in ("gather", "take"):
+        read = getattr(EngramTable, name)
+
+        def noting(self, ids, read=read):
+            if self is first:
+                seen.update(ids.ravel().tolist())
+            return read(self, ids)
+
+        monkeypatch.setattr(EngramTable, name, noting)
+    return seen
+
+
+def test_a_draft_that_reads_a_broken_row_is_not_verified(rows_read):
+    """Whatever lies in the rows of a wrong draft is nobody's loss."""
+    Run(dspark=False).all(MIXED[:3])
+    needed = set(rows_read)
+    rows_read.clear()
+    whole = Run()
+    whole.all(MIXED[:3])
+    only_drafts = rows_read - needed
+    assert only_drafts
+    run = Run(EngineCore(with_broken_rows(only_drafts), options()))
+    assert run.all(MIXED[:3]) == [alone(r) for r in MIXED[:3]]
+    assert 0 < run.core.counters.drafted < whole.core.counters.drafted
+
+
+def test_a_token_that_reads_a_broken_row_fails_its_request_alone(rows_read):
+    Run(dspark=False).all([MIXED[2], request(MIXED[0].token_ids, 1)])
+    others = set(rows_read)
+    rows_read.clear()
+    Run(dspark=False).all([MIXED[0]])
+    late = rows_read - others
+    assert late
+    run = Run(EngineCore(with_broken_rows(late), options()))
+    bad, good = run.add(MIXED[0]), run.add(MIXED[2])
+    run.finish()
+    assert isinstance(run.last(bad), Failed) and "NaN" in str(run.last(bad).error)
+    assert run.tokens(bad) == alone(MIXED[0])[: len(run.tokens(bad))] != []
+    assert run.tokens(good) == alone(MIXED[2])
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from engine_runs import alone, options, prompt, request
 from oracle import tiny_model
 
 from ds41jax.engine.engine import Engine, RequestHandle
-from ds41jax.engine.request import EngineError, Failed, Finished, Token
+from ds41jax.engine.request import EngineError, Failed, Finished, Started, Token
 
 
 @pytest.fixture(scope="module")
@@ -131,6 +131,46 @@ def test_asyncio_reads_many_at_once(engine):
         return await asyncio.gather(*map(read, requests))
 
     assert [tokens(events) for events in asyncio.run(together())] == [alone(r) for r in requests]
+
+
+def test_generate_waits_for_any_number_of_requests(engine):
+    """More than may run and wait at once; in their order, with what they asked for."""
+    requests = [request(prompt(i, 3 + i % 5), 2 + i % 3) for i in range(20)]
+    assert len(requests) > engine.options.max_active + engine.options.max_queue
+    outputs = engine.generate(requests)
+    assert [list(o.token_ids) for o in outputs] == [alone(r) for r in requests]
+    assert all(o.text is None and o.logprobs == () for o in outputs)
+    (one,) = engine.generate([request(prompt(1, 9), 3, top_logprobs=2)])
+    assert [len(entry.top) for entry in one.logprobs] == [2] * len(one.token_ids)
+    assert one.finished.completion_tokens == len(one.token_ids)
+
+
+def test_generate_raises_what_failed_and_cancels_the_rest(engine):
+    before = engine.stats().totals["finished"].get("cancelled", 0)
+    with pytest.raises(EngineError, match="pages") as caught:
+        engine.generate([request(prompt(1, 1500), 2500), request(prompt(2, 9), 800)])
+    assert caught.value.kind == "capacity"
+    deadline = time.monotonic() + 60
+    while engine.stats().active and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert engine.stats().totals["finished"]["cancelled"] == before + 1
+
+
+def test_a_stream_yields_events_and_cancels_when_it_is_left(engine):
+    async def some(count):
+        events = []
+        async for event in engine.stream(request(prompt(32, 9), 300)):
+            events.append(event)
+            if len(events) == count:
+                break
+        return events
+
+    events = asyncio.run(some(3))
+    assert isinstance(events[0], Started) and all(isinstance(e, Token) for e in events[1:])
+    deadline = time.monotonic() + 60
+    while engine.stats().active and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not engine.stats().active
 
 
 def test_leaving_early_cancels(engine):

@@ -6,13 +6,16 @@ import itertools
 import queue
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections import deque
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Iterator
+from contextlib import aclosing
 
 from ds41jax.engine.compile_counter import compilations
 from ds41jax.engine.core import EngineCore
 from ds41jax.engine.loading import Model
 from ds41jax.engine.observer import Observer
 from ds41jax.engine.options import EngineOptions
+from ds41jax.engine.outputs import Output, gather
 from ds41jax.engine.request import EngineError, Event, Failed, Finished, Request
 from ds41jax.engine.sequence import Sequence
 from ds41jax.engine.stats import EngineStats
@@ -60,7 +63,7 @@ class RequestHandle:
             if not ended:
                 self.cancel()
 
-    async def __aiter__(self) -> AsyncIterator[Event]:
+    async def __aiter__(self) -> AsyncGenerator[Event, None]:
         ready = asyncio.Event()
         waker = waker_of(asyncio.get_running_loop())
         self._waker = lambda: waker.wake(ready)
@@ -131,6 +134,51 @@ class Engine:
             self._arrived.append(sequence)
             self._lock.notify()
         return handle
+
+    def generate(self, requests: Iterable[Request]) -> list[Output]:
+        """Runs requests together and waits for them all; results in the requests' order.
+
+        Any number of them: those that the queue has no place for are submitted as others end.
+
+        Raises:
+          EngineError: of the first request that was refused or failed; the others are cancelled.
+        """
+        pending: deque[tuple[RequestHandle, Request]] = deque()
+        outputs: list[Output] = []
+        try:
+            for request in requests:
+                while (handle := self._submit_if_room(request, bool(pending))) is None:
+                    outputs.append(self._gather(*pending.popleft()))
+                pending.append((handle, request))
+            while pending:
+                outputs.append(self._gather(*pending.popleft()))
+        finally:
+            for handle, _ in pending:
+                handle.cancel()
+        return outputs
+
+    def _submit_if_room(self, request: Request, can_wait: bool) -> RequestHandle | None:
+        """Submits a request; None if the queue is full and the caller may wait for a place."""
+        try:
+            return self.submit(request)
+        except EngineError as error:
+            if error.kind == "queue_full" and can_wait:
+                return None
+            raise
+
+    def _gather(self, handle: RequestHandle, request: Request) -> Output:
+        ends = {self.model.config.eos_token_id, *request.stop_token_ids}
+        return gather(handle, self.model.tokenizer, ends)
+
+    async def stream(self, request: Request) -> AsyncIterator[Event]:
+        """Yields a request's events as they come; leaving the loop early cancels the request.
+
+        Raises:
+          EngineError: as `submit`; a later failure is the last event, `Failed`.
+        """
+        async with aclosing(aiter(self.submit(request))) as events:
+            async for event in events:
+                yield event
 
     def _waiting(self) -> int:
         return len(self._arrived) + len(self._core.waiting)
