@@ -77,7 +77,7 @@ class Device:
     def set_pages(self, slot: int, pages: SequencePages) -> None:
         """Makes a sequence's pages known to later steps."""
         pages.write_into(self.page_tables[:, slot])
-        self.rounds.tables_changed()
+        self.rounds.forget_lane()
 
     # ------------------------------------------------------------------ steps
 

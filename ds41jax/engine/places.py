@@ -110,7 +110,8 @@ class Places:
             sequence.symbols[: sequence.count],
             sequence.pages,
             bank,
-            None if logits is None else np.asarray(logits)[0],
+            # A copy: a view would keep the step's array alive as long as the snapshot.
+            None if logits is None else np.array(logits[0]),
             approximate=sequence.approximate,
         )
         if slot is None:
@@ -133,6 +134,7 @@ class Places:
             sequence.pages.release()
             active.remove(sequence)
             self.free_slots.append(sequence.slot)
+            self.device.rounds.forget_lane()
 
     def check(self, active: Seq[Sequence]) -> None:
         """Balances every page, slot and image; for tests."""

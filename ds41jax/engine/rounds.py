@@ -115,7 +115,7 @@ class Rounds:
         page_tables: np.ndarray,
         free_masks: dict[int, jax.Array],
     ):
-        """`page_tables` [N, S, pages] by slot, kept up to date by its owner; see `tables_changed`.
+        """`page_tables` [N, S, pages] by slot, kept up to date by its owner; see `forget_lane`.
 
         `free_masks`: by number of rows, masks that forbid nothing, on the device.
         """
@@ -125,8 +125,8 @@ class Rounds:
         self._rows: dict[int, tuple[np.ndarray, np.ndarray]] = {}
         self._constant: dict[RoundShape, dict[str, np.ndarray]] = {}
 
-    def tables_changed(self) -> None:
-        """The page tables of some slot are others now."""
+    def forget_lane(self) -> None:
+        """A slot has another page table now, or none: an idle engine keeps nothing of a round."""
         self._lane = None
 
     def make(
