@@ -1,6 +1,8 @@
 """Training computes what inference does, and its gradients reach every weight that it trains."""
 
 import dataclasses
+import json
+import time
 
 import jax
 import jax.numpy as jnp
@@ -19,21 +21,16 @@ from ds41jax.model.engram_hash import EngramHash, compressed_token_map
 from ds41jax.model.params import param_specs
 from ds41jax.model.state import CacheShape, init_state
 from ds41jax.tokenizer import byte_tokenizer
-from ds41jax.training.batches import Shape, make_batch, step_batch
+from ds41jax.training.batches import Rows, Shape, make_batch, step_batch
+from ds41jax.training.curves import draw, read_log
 from ds41jax.training.draft_forward import draft_in_training
+from ds41jax.training.evaluate import bits_per_byte
 from ds41jax.training.export import encoded_params
-from ds41jax.training.losses import drafter_loss, target_forward, target_loss
+from ds41jax.training.losses import drafter_loss, target_forward, target_loss, token_losses
 from ds41jax.training.masters import engram_rows, initial_masters, stored_params
-from ds41jax.training.trainer import (
-    Phase,
-    drafter_optimiser,
-    interleaved,
-    load_tree,
-    new_learner,
-    save_tree,
-    target_optimiser,
-    target_step,
-)
+from ds41jax.training.recipe import Recipe
+from ds41jax.training.run import LOG_EVERY, Data, OutOfTime, Run, train_target
+from ds41jax.training.trainer import Phase, drafter_optimiser, interleaved, new_learner
 
 # a layer of each kind: Engram, a paired source, the candidate source, one that selects within
 CONFIG = parse_config(
@@ -180,24 +177,26 @@ def test_the_drafter_learns_and_the_target_stays(masters, batch):
     assert metrics["acceptance"].shape == (CONFIG.dspark_block_size,)
 
 
-def test_steps_lower_the_loss_and_can_be_resumed(masters, batch, tmp_path):
-    phase = Phase(steps=12, shape=SHAPE, index_topk=32)
-    optimiser = target_optimiser(CONFIG, 3e-3, 12)
-    step = target_step(optimiser, phase, CONFIG, Compute(differentiable=True))
-    learner = new_learner(jax.tree.map(jnp.array, masters), optimiser)
-    vision = np.asarray(jax.tree.leaves(learner.weights.params.vision)[0])
-    losses = []
-    for i in range(6):
-        if i == 3:
-            save_tree(tmp_path / "learner.safetensors", learner)
-        learner, metrics = step(learner, batch)
-        losses.append(float(metrics["loss"]))
-    assert losses[-1] < losses[1] - 0.05
-    assert np.array_equal(vision, jax.tree.leaves(learner.weights.params.vision)[0])
-    again = load_tree(tmp_path / "learner.safetensors", learner)
-    for loss in losses[3:]:
-        again, metrics = step(again, batch)
-        assert float(metrics["loss"]) == loss
+def _run(folder, seconds):
+    tokens = np.random.default_rng(5).integers(3, 40, (6, SHAPE.length + 1)).astype(np.uint16)
+    tokens[:, 0] = CONFIG.bos_token_id
+    rows = Rows(tokens, np.full(tokens.shape, 16, np.uint8))
+    folder.mkdir(exist_ok=True)
+    recipe = Recipe(rate=1e-2, phases=(Phase(2 * LOG_EVERY, SHAPE),))
+    return Run(recipe, CONFIG, HASH, Data(rows, rows), folder, time.monotonic() + seconds)
+
+
+def test_a_run_lowers_the_loss_and_one_that_was_stopped_goes_on_as_if_it_were_not(tmp_path):
+    whole = train_target(_run(tmp_path / "whole", 1e6))
+    with pytest.raises(OutOfTime, match=f"{LOG_EVERY} of {2 * LOG_EVERY}"):
+        train_target(_run(tmp_path / "parts", 0))
+    parts = train_target(_run(tmp_path / "parts", 1e6))
+    assert all(map(np.array_equal, jax.tree.leaves(whole), jax.tree.leaves(parts)))
+    first = initial_masters(CONFIG, 0).params
+    assert all(map(np.array_equal, *map(jax.tree.leaves, (first.vision, whole.params.vision))))
+    log = [json.loads(line) for line in (tmp_path / "whole" / "log.jsonl").open()]
+    losses = [entry["loss"] for entry in log if entry.get("part") == "target"]
+    assert len(losses) == 2 and losses[1] < losses[0] - 0.5
 
 
 def test_the_optimiser_of_the_drafter_takes_its_tree():
@@ -219,13 +218,39 @@ def test_rounding_is_straight_through_and_steering_adds_what_it_is_told():
     assert np.array_equal(steered[1], wanted)
 
 
-def test_phases_of_one_stretch_are_mixed_evenly():
-    small, long = Shape(2, 64), Shape(1, 128)
-    phases = [Phase(2, small, 64), Phase(6, small, 16), Phase(3, long, 16, long=True)]
+def test_phases_are_mixed_evenly():
+    phases = [Phase(6, Shape(2, 64)), Phase(3, Shape(1, 128), long=True)]
     order = list(interleaved(phases))
-    assert order[:2] == [0, 0]
-    assert [order.count(i) for i in range(3)] == [2, 6, 3]
-    assert order[2:8].count(2) == 2
+    assert order == [0, 1, 0] * 3
+
+
+def test_the_log_draws_itself(tmp_path):
+    steps = [{"part": "target", "step": n, "loss": 5.0 / n} for n in (20, 40, 40)]
+    drafts = [
+        {"part": "drafter", "step": 20, "loss": 3.0, "acceptance": [0.5], "confidence": [0.4]}
+    ]
+    log = tmp_path / "log.jsonl"
+    log.write_text("".join(json.dumps(e) + "\n" for e in [{"recipe": {}}, *steps, *drafts]))
+    entries = read_log(log)
+    assert sum(e.get("part") == "target" for e in entries) == 2
+    draw(entries, tmp_path / "log.png")
+    assert (tmp_path / "log.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_bits_per_byte_counts_full_weights_alone(masters):
+    tokens = np.random.default_rng(6).integers(3, 259, (2, SHAPE.length + 1)).astype(np.uint16)
+    weights = np.zeros(tokens.shape, np.uint8)
+    weights[:, 5:9] = 16
+    tokenizer = byte_tokenizer(512)
+    compute = Compute(Numerics.FLOAT32, differentiable=True)
+    rows = Rows(tokens, weights)
+    bits = bits_per_byte(masters, rows, tokenizer, CONFIG, HASH, compute, batch_rows=2)
+    made = make_batch(tokens, weights, CONFIG, HASH)
+    nats = jax.jit(token_losses, static_argnums=(2, 3, 4))(masters, made, SHAPE, CONFIG, compute)[
+        made.weights > 0
+    ]
+    size = sum(len(tokenizer.token_bytes(int(t))) for t in made.targets[made.weights > 0])
+    assert bits == pytest.approx(float(nats.sum()) / np.log(2) / size, rel=1e-5)
 
 
 def test_engram_hashes_do_not_cross_documents():

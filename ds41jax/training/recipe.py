@@ -19,7 +19,7 @@ class Recipe:
     Attributes:
       seed: of weights, order of rows and anchors.
       rate, drafter_rate: highest learning rates.
-      phases: of the target, in order.
+      phases: of the target.
       drafter_steps: steps of the drafter after that; drafter_rows: rows of a step.
       anchors: blocks drafted a row of a step.
     """
@@ -49,16 +49,16 @@ def nano_phases(scale: float) -> tuple[Phase, ...]:
     attention that has seen everything before it has to choose.
     """
     return (
-        Phase(steps=int(4200 * scale), shape=Shape(32, SHORT), index_topk=64),
-        Phase(steps=int(1000 * scale), shape=Shape(4, LONG), index_topk=64, long=True),
+        Phase(steps=int(4200 * scale), shape=Shape(32, SHORT)),
+        Phase(steps=int(1000 * scale), shape=Shape(4, LONG), long=True),
     )
 
 
 def smoke_phases() -> tuple[Phase, ...]:
     """A few small steps of every kind, to see that the recipe runs."""
     return (
-        Phase(steps=2, shape=Shape(2, SHORT), index_topk=64),
-        Phase(steps=1, shape=Shape(1, LONG), index_topk=64, long=True),
+        Phase(steps=2, shape=Shape(2, SHORT)),
+        Phase(steps=1, shape=Shape(1, LONG), long=True),
     )
 
 

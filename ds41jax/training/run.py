@@ -1,9 +1,9 @@
 """One run: the target, then the drafter; can be stopped and resumed."""
 
 import dataclasses
-import queue
-import threading
+import itertools
 import time
+from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -24,7 +24,6 @@ from ds41jax.training.masters import Masters, initial_masters
 from ds41jax.training.recipe import SHORT, Recipe, write_log
 from ds41jax.training.trainer import (
     Learner,
-    Phase,
     drafter_optimiser,
     drafter_step,
     interleaved,
@@ -85,22 +84,18 @@ def train_target(run: Run) -> Masters:
     path = run.out / TARGET_FILE
     if path.exists():
         learner = load_tree(path, learner)
-    order = list(interleaved(list(recipe.phases)))
+    order = list(interleaved(recipe.phases))
     done = int(learner.step)
     if done < len(order):
         steps = {
-            i: target_step(optimiser, p, run.config, run.compute)
-            for i, p in _needed(run, order[done:])
+            i: target_step(optimiser, recipe.phases[i], run.config, run.compute)
+            for i in sorted(set(order[done:]))
         }
         programs = _compiled(run, steps, learner)
-        batches = _ahead(_target_batches(run, order), done)
-        learner = _loop(run, "target", learner, order, programs, batches, path)
+        rows = _target_batches(run, order)
+        learner = _loop(run, "target", learner, order, programs, rows, path)
     masters: Masters = learner.weights
     return masters
-
-
-def _needed(run: Run, order: list[int]) -> list[tuple[int, Phase]]:
-    return [(i, run.recipe.phases[i]) for i in sorted(set(order))]
 
 
 def _compiled(run: Run, steps: dict[int, Any], learner: Learner) -> dict[int, Future[Any]]:
@@ -137,20 +132,6 @@ def _target_batches(run: Run, order: list[int]) -> Iterator[tuple[np.ndarray, np
         yield next(streams[i])
 
 
-def _ahead(rows: Iterator[tuple[np.ndarray, np.ndarray]], skip: int) -> Iterator[Any]:
-    """The rows after the first `skip`, read by a thread ahead of time."""
-    made: queue.Queue[Any] = queue.Queue(AHEAD)
-
-    def work() -> None:
-        for n, item in enumerate(rows):
-            if n >= skip:
-                made.put(item)
-
-    threading.Thread(target=work, daemon=True).start()
-    while True:
-        yield made.get()
-
-
 def _loop(
     run: Run,
     name: str,
@@ -160,43 +141,61 @@ def _loop(
     rows: Iterator[Any],
     path: Path,
 ) -> Learner:
-    done = int(learner.step)
-    pending: list[dict[str, Any]] = []
-    began = time.monotonic()
+    """Takes the steps of `order` that the learner has not taken yet; saves it at the end.
+
+    Raises:
+      OutOfTime: with the learner saved, when the run's time is up.
+    """
+    done, log = int(learner.step), _StepLog(run, name)
     with (
         ThreadPoolExecutor(AHEAD) as pool,
         tqdm(total=len(order), initial=done, desc=name, unit="step") as bar,
     ):
-        ahead = [pool.submit(_batch, run, next(rows)) for _ in order[done : done + AHEAD]]
-        for n in range(done, len(order)):
-            batch = ahead.pop(0).result()
-            if n + AHEAD < len(order):
-                ahead.append(pool.submit(_batch, run, next(rows)))
+        batches = _made_ahead(run, pool, itertools.islice(rows, done, len(order)))
+        for n, batch in enumerate(batches, done):
             learner, metrics = programs[order[n]].result()(learner, batch)
-            pending.append(metrics)
+            log.pending.append(metrics)
             bar.update()
-            if (n + 1) % LOG_EVERY == 0 or n + 1 == len(order):
-                means = {
-                    k: np.mean([np.asarray(m[k]) for m in pending], axis=0).tolist()
-                    for k in pending[0]
-                }
-                seconds, began = time.monotonic() - began, time.monotonic()
-                run.log(
-                    {
-                        "part": name,
-                        "step": n + 1,
-                        "phase": order[n],
-                        "seconds": round(seconds / len(pending), 4),
-                        **means,
-                    }
-                )
-                bar.set_postfix(loss=f"{means['loss']:.3f}")
-                pending = []
-                if time.monotonic() > run.deadline and n + 1 < len(order):
-                    save_tree(path, learner)
-                    raise OutOfTime(f"stopped after {n + 1} of {len(order)} {name} steps")
+            if (n + 1) % LOG_EVERY and n + 1 < len(order):
+                continue
+            bar.set_postfix(loss=f"{log.write(n + 1, order[n]):.3f}")
+            if time.monotonic() > run.deadline and n + 1 < len(order):
+                save_tree(path, learner)
+                raise OutOfTime(f"stopped after {n + 1} of {len(order)} {name} steps")
     save_tree(path, learner)
     return learner
+
+
+@dataclass
+class _StepLog:
+    """Metrics since the last line of the log; they stay on the device until a line is written."""
+
+    run: Run
+    name: str
+
+    def __post_init__(self) -> None:
+        self.pending: list[dict[str, Any]] = []
+        self._began = time.monotonic()
+
+    def write(self, step: int, phase: int) -> float:
+        """Writes a line with the means; returns the loss."""
+        first, *_ = self.pending
+        means = {k: np.mean([np.asarray(m[k]) for m in self.pending], axis=0) for k in first}
+        now = time.monotonic()
+        seconds = round((now - self._began) / len(self.pending), 4)
+        entry = {"part": self.name, "step": step, "phase": phase, "seconds": seconds}
+        self.run.log(entry | {k: mean.tolist() for k, mean in means.items()})
+        self.pending, self._began = [], now
+        return float(means["loss"])
+
+
+def _made_ahead(run: Run, pool: ThreadPoolExecutor, rows: Iterator[Any]) -> Iterator[TrainingBatch]:
+    """Batches in order, made by the pool before they are needed."""
+    waiting = deque(pool.submit(_batch, run, item) for item in itertools.islice(rows, AHEAD))
+    while waiting:
+        batch = waiting.popleft().result()
+        waiting.extend(pool.submit(_batch, run, item) for item in itertools.islice(rows, 1))
+        yield batch
 
 
 def _batch(run: Run, rows: tuple[np.ndarray, np.ndarray]) -> TrainingBatch:
@@ -245,7 +244,7 @@ class DrafterTraining:
 
         ready: Future[Any] = Future()
         ready.set_result(step)
-        rows = _ahead(run.data.short.batches(self.shape.rows, recipe.seed + 77), done)
+        rows = run.data.short.batches(self.shape.rows, recipe.seed + 77)
         order = [0] * recipe.drafter_steps
         learner = _loop(run, "drafter", learner, order, {0: ready}, rows, path)
         params = dataclasses.replace(masters.params, drafter=learner.weights)

@@ -1,7 +1,7 @@
 """The training loop: optimisers, steps, what is kept to go on from."""
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -31,30 +31,17 @@ WEIGHT_DECAY = 0.05
 
 @dataclass(frozen=True)
 class Phase:
-    """A stretch of training.
+    """Steps on one kind of rows; the phases of a run are mixed evenly.
 
     Attributes:
       steps: optimiser steps.
       shape: rows and tokens of a step.
-      index_topk: rows that an indexer may choose; more than the model's own at first, so that it
-        learns from attention that has seen nearly everything.
       long: whether rows come from the long shard.
     """
 
     steps: int
     shape: Shape
-    index_topk: int
     long: bool = False
-
-    def config(self, model: ModelConfig) -> ModelConfig:
-        blocks = max(model.candidate_topk_blocks, 2 * self.index_topk // model.candidate_block_size)
-        return dataclasses.replace(
-            model,
-            index_topk=self.index_topk,
-            candidate_topk_blocks=blocks
-            if self.index_topk != model.index_topk
-            else model.candidate_topk_blocks,
-        )
 
 
 @struct.dataclass
@@ -147,11 +134,10 @@ def target_step(
     optimiser: optax.GradientTransformation, phase: Phase, config: ModelConfig, compute: Compute
 ) -> Any:
     """The jitted step of a phase: (learner, batch), to the learner and metrics; donates it."""
-    phase_config = phase.config(config)
 
     def step(learner: Learner, batch: TrainingBatch) -> tuple[Learner, dict[str, jax.Array]]:
         loss, gradient = jax.value_and_grad(target_loss)(
-            learner.weights, batch, phase.shape, phase_config, compute
+            learner.weights, batch, phase.shape, config, compute
         )
         metrics = {"loss": loss, "gradient": optax.global_norm(gradient)}
         return _updated(learner, gradient, optimiser), metrics
@@ -202,16 +188,12 @@ def load_tree(path: Path, like: Any) -> Any:
     return jax.tree_util.tree_map_with_path(take, like)
 
 
-def interleaved(phases: list[Phase]) -> Iterator[int]:
-    """The order of steps: phases of equal `index_topk` share their stretch, evenly mixed."""
-    at = 0
-    while at < len(phases):
-        group = [i for i in range(at, len(phases)) if phases[i].index_topk == phases[at].index_topk]
-        total = max(phases[i].steps for i in group)
-        due = np.zeros(len(group))
-        for _ in range(sum(phases[i].steps for i in group)):
-            due += [phases[i].steps / total for i in group]
-            chosen = int(np.argmax(due))
-            due[chosen] -= sum(phases[i].steps for i in group) / total
-            yield group[chosen]
-        at += len(group)
+def interleaved(phases: Sequence[Phase]) -> Iterator[int]:
+    """The order of steps: which phase is next, each spread evenly over the whole run."""
+    total = sum(phase.steps for phase in phases)
+    owed = np.zeros(len(phases))
+    for _ in range(total):
+        owed += [phase.steps / total for phase in phases]
+        chosen = int(np.argmax(owed))
+        owed[chosen] -= 1
+        yield chosen
