@@ -229,6 +229,7 @@ def test_cleaning_drops_people_rights_and_addresses():
     text = "# Copyright 2020 The Authors\n# Licensed under X\n\nimport re\n"
     text += "x = 1  # by someone@example.org\n# see https://example.org/x\ny = 2\n"
     assert clean(text, code=True) == "import re\ny = 2\n"
+    assert clean("# an idea of Thomas Nobody\nx = 1\n", code=True) == "x = 1\n"
     references = "Text.\n.. [1] A. Nobody, Title,\n       Place.\nMore.\n"
     assert clean(references, code=False) == "Text.\nMore.\n"
     assert (

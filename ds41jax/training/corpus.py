@@ -34,6 +34,23 @@ _PERSONAL = re.compile(
     re.I | re.ASCII,
 )
 _INITIALS = re.compile(r"\b[A-Z]\. ?(?:[A-Z]\. ?)*[A-Z][a-z]{2,}|\b[A-Z][a-z]{2,}, [A-Z]\.")
+# Given names that are no English or Python words: credits often name people without their rights.
+_GIVEN_NAMES = """Aaron Adrian Alan Albert Alex Alexander Alexandre Alice Amaury Andreas Andrew
+André Andy Anna Anthony Antoine Armin Arthur Barry Benjamin Bernd Bob Brett Brian Bruce Carl
+Carlos Charles Charlie Chris Christian Christopher Claudia Daniel Darrell David Dennis Donald Doug
+Edward Elena Emily Eric Erik Ezio Facundo Felix Florian Francis Frank Franklin Fred Fredrik
+Gabriel Gary Geoff Georg George Gerhard Greg Gregory Guido Gustavo Hans Harry Helen Henry Hugo
+Hynek Ian Ivan Jack Jacob Jake Jakub James Jane Jason Jean Jeff Jeffrey Jennifer Jeremy Jerry
+Jesse Jim Joan Joe Joel Johan Johannes John Jonathan Jose Joseph Josh Juan Julia Justin Karen Karl
+Kathy Keith Ken Kenneth Kevin Knuth Kurt Larry Laura Lars Lennart Linda Linus Lisa Louis Lucas
+Luis Lukas Luke Marc Marcel Marco Margaret Maria Marie Mario Martin Mary Matt Matthew Matthias
+Maurice Michael Michel Miguel Mike Nathan Neil Nicholas Nicolas Nick Oleg Oliver Olivier Oscar
+Pablo Patrick Paul Pauli Pedro Peter Petri Phil Philip Philipp Pierre Piers Rachel Ralf Raymond
+Rebecca Ricardo Richard Rob Robert Roger Roland Ronald Ronny Russell Ryan Samuel Sandra Sarah
+Scott Sean Sebastian Serhiy Simon Sjoerd Stefan Stephan Stephen Steve Steven Stuart Susan Sven Ted
+Terry Thomas Tim Timothy Todd Tom Tony Travis Trent Victor Vincent Vinay Walter Wolfgang Yury
+Zachary Smith Doe Rossum Warsaw Hettinger""".split()
+_NAMED = re.compile(rf"\b(?:{'|'.join(_GIVEN_NAMES)})\b")
 _REFERENCE = re.compile(r"^\s*(\.\. )?\[\d+\]\s")
 MAX_FILE_BYTES, MIN_FILE_BYTES = 200_000, 300
 MAX_PACKAGE_BYTES = 3_500_000
@@ -105,7 +122,7 @@ def clean(text: str, code: bool) -> str:
 
 
 def _names_someone(line: str) -> bool:
-    return bool(_PERSONAL.search(line) or _INITIALS.search(line))
+    return any(pattern.search(line) for pattern in (_PERSONAL, _INITIALS, _NAMED))
 
 
 def _header_length(lines: list[str]) -> int:
