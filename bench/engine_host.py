@@ -9,6 +9,7 @@ bench/results/engine_host.json.
 
 import cProfile
 import json
+import os
 import platform
 import pstats
 import statistics
@@ -87,6 +88,7 @@ def measure(model, policy):
 def main():
     model = load_model(TINY, progress=False)
     report = {"machine": f"{platform.machine()}, jax {jax.__version__}", "requests": WIDTH}
+    report["load_average"] = os.getloadavg()[0]
     for policy in ("fixed", "threshold", "balance"):
         median, profile = measure(model, policy)
         print(f"{policy:<12}{median:>8.0f} us a round of {WIDTH} requests")

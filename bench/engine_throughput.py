@@ -9,6 +9,7 @@ of the tests, whose drafter is accepted now and then.
 import argparse
 import dataclasses
 import json
+import os
 import platform
 import statistics
 import time
@@ -80,6 +81,7 @@ def main():
         "prompt_tokens": PROMPT,
         "tokens": args.tokens,
         "median_of": REPEATS,
+        "load_average": os.getloadavg()[0],
         "tokens_per_second": rows,
     }
     RESULTS.write_text(json.dumps(report, indent=1) + "\n")
