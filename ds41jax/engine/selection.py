@@ -19,6 +19,7 @@ from ds41jax.kernels.compute import Compute
 from ds41jax.kernels.rows import map_rows
 from ds41jax.model import drafter
 from ds41jax.model.params import Params
+from ds41jax.model.sharding import over_cards
 from ds41jax.model.state import KVState
 
 TOP_LOGPROBS = 20
@@ -70,6 +71,7 @@ class Outcome:
 
 
 @partial(jax.jit, static_argnames=("config", "compute", "dspark"))
+@over_cards
 def select_step(
     params: Params,
     state: KVState,

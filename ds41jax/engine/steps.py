@@ -9,6 +9,7 @@ from ds41jax.kernels.compute import Compute
 from ds41jax.model import backbone, drafter
 from ds41jax.model.drafter import Draft
 from ds41jax.model.params import Params
+from ds41jax.model.sharding import over_cards
 from ds41jax.model.state import KVState, StepBatch
 
 _program = partial(jax.jit, static_argnames=("config", "compute"), donate_argnames=("state",))
@@ -28,6 +29,7 @@ def _with_draft_rows(
 
 
 @_program
+@over_cards
 def full_step(
     params: Params, state: KVState, batch: StepBatch, config: ModelConfig, compute: Compute
 ) -> tuple[KVState, jax.Array, jax.Array]:
@@ -37,6 +39,7 @@ def full_step(
 
 
 @_program
+@over_cards
 def encode_step(
     params: Params, state: KVState, batch: StepBatch, config: ModelConfig, compute: Compute
 ) -> KVState:
@@ -45,6 +48,7 @@ def encode_step(
 
 
 @_program
+@over_cards
 def suffix_step(
     params: Params, state: KVState, batch: StepBatch, config: ModelConfig, compute: Compute
 ) -> tuple[KVState, jax.Array, jax.Array]:
@@ -54,6 +58,7 @@ def suffix_step(
 
 
 @partial(jax.jit, static_argnames=("config", "compute"))
+@over_cards
 def draft_step(
     params: Params,
     state: KVState,

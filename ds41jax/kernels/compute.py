@@ -10,6 +10,7 @@ import jax.numpy as jnp
 
 from ds41jax.formats import Format, Numerics, QuantizedArray, values
 from ds41jax.formats.numerics import straight_through
+from ds41jax.kernels.cards import Cards, Part
 
 
 class Kernels(enum.Enum):
@@ -38,12 +39,15 @@ class Compute:
     whole batches at once. Quantisers round as ever, with straight-through gradients, but hand on
     float32 values instead of codes; a row's bits may depend on the rows beside it. Of the kernels
     only those that need no gradient run.
+
+    With `cards`, the functions run inside `shard_map` over them.
     """
 
     numerics: Numerics = Numerics.REFERENCE
     kernels: Kernels = Kernels.JNP
     phase: Phase = Phase.DECODE
     differentiable: bool = False
+    cards: Cards | None = None
 
     def __post_init__(self) -> None:
         if self.kernels is not Kernels.JNP and self.numerics is not Numerics.REFERENCE:
@@ -70,6 +74,10 @@ class Compute:
     def keeps_codes(self) -> bool:
         """Whether quantised values are held as codes, not as float32 values."""
         return self.numerics is Numerics.REFERENCE and not self.differentiable
+
+    def splits(self, part: Part) -> bool:
+        """Whether this card holds only its share of `part`."""
+        return self.cards is not None and self.cards.splits(part)
 
     @property
     def dtype(self) -> jnp.dtype:

@@ -70,10 +70,12 @@ def expert_mlp(
     weight: jax.Array | None,
     limit: float,
     compute: Compute,
+    rounded: bool = True,
 ) -> jax.Array:
     """One expert, (gate, down, up) as values, on rows x [..., D].
 
-    `weight` scales the hidden layer before that is quantised.
+    `weight` scales the hidden layer before that is quantised. Of a share of the hidden columns the
+    output is a part of a sum, and not `rounded`.
     """
     w1, w2, w3 = matrices
     gate = quantized_linear(x, w1, compute)
@@ -81,7 +83,7 @@ def expert_mlp(
     hidden = swiglu(gate, up, limit)
     if weight is not None:
         hidden = hidden * weight
-    return quantized_linear(compute.round(hidden), w2, compute)
+    return quantized_linear(compute.round(hidden), w2, compute, rounded)
 
 
 def routed_experts(
@@ -91,6 +93,7 @@ def routed_experts(
     matrices: tuple[QuantizedArray, QuantizedArray, QuantizedArray],
     limit: float,
     compute: Compute,
+    rounded: bool = True,
 ) -> jax.Array:
     """Sum over a row's experts, in the order of its choices.
 
@@ -101,19 +104,21 @@ def routed_experts(
       matrices: gate [E, F, D], down [E, D, F] and up [E, F, D] in MXFP4; stacks of layers may be
         pointed into (`QuantizedArray.layer`).
       limit: clamp of the SwiGLU inputs.
+      rounded: whether each expert's output is rounded before the sum; not if F is a share of the
+        hidden columns.
 
     Returns:
       [T, D] float32.
     """
     if compute.on_gpu:
-        return _routed_on_gpu(x, expert_ids, weights, matrices, limit, compute)
+        return _routed_on_gpu(x, expert_ids, weights, matrices, limit, compute, rounded)
     if compute.differentiable:
         return _all_experts(x, expert_ids, weights, matrices, limit, compute)
     rows, choices = expert_ids.shape
 
     def pair(x: jax.Array, expert: jax.Array, weight: jax.Array) -> jax.Array:
         w1, w2, w3 = (values(_expert(w, expert[0])) for w in matrices)
-        return expert_mlp(x, (w1, w2, w3), weight[:, None], limit, compute)
+        return expert_mlp(x, (w1, w2, w3), weight[:, None], limit, compute, rounded)
 
     each = map_rows(
         compute,
@@ -176,6 +181,7 @@ def _routed_on_gpu(
     matrices: tuple[QuantizedArray, QuantizedArray, QuantizedArray],
     limit: float,
     compute: Compute,
+    rounded: bool,
 ) -> jax.Array:
     rows, choices = expert_ids.shape
     w1, w2, w3 = matrices
@@ -189,7 +195,8 @@ def _routed_on_gpu(
     parts = _expert_matmul(x, plan, (w1, w3), choices, up, compute)
     hidden = _activate(parts, weights.reshape(-1), limit, compute)
     (outputs,) = _expert_matmul(hidden, plan, (w2,), 1, down, compute)
-    each = compute.round(gpu.add_parts(outputs)).reshape(rows, choices, -1)
+    each = gpu.add_parts(outputs)
+    each = (compute.round(each) if rounded else each).reshape(rows, choices, -1)
     total = each[:, 0].astype(jnp.float32)
     for k in range(1, choices):
         total = total + each[:, k].astype(jnp.float32)

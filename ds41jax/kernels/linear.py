@@ -86,11 +86,15 @@ def linear(x: jax.Array, w: jax.Array, compute: Compute) -> jax.Array:
     return compute.round(project(x, w, compute))
 
 
-def quantized_linear(x: jax.Array, w: Weight, compute: Compute) -> jax.Array:
-    """A product with a quantised weight (`operand`); the input [T, in] is quantised to FP8."""
+def quantized_linear(x: jax.Array, w: Weight, compute: Compute, rounded: bool = True) -> jax.Array:
+    """A product with a quantised weight (`operand`); the input [T, in] is quantised to FP8.
+
+    In float32 unless `rounded`: a part of a sum is rounded when the sum is whole.
+    """
     if compute.on_gpu:
-        return matmul(quantized_planes(x, 2, compute)[:, None], w, compute, rounded=True)
-    return compute.round(project(compute.fake_quantize(x, Format.FP8_GROUP), w, compute))
+        return matmul(quantized_planes(x, 2, compute)[:, None], w, compute, rounded=rounded)
+    product = project(compute.fake_quantize(x, Format.FP8_GROUP), w, compute)
+    return compute.round(product) if rounded else product
 
 
 def grouped_linear(x: jax.Array, w: Weight, compute: Compute) -> jax.Array:

@@ -16,13 +16,14 @@ from flax import struct
 from ds41jax.config import ModelConfig
 from ds41jax.formats import Format, QuantizedArray
 from ds41jax.kernels import sparse_attention
+from ds41jax.kernels.cards import Part, sum_of_cards
 from ds41jax.kernels.compute import Compute
 from ds41jax.kernels.linear import grouped_linear, operand, quantized_linear
 from ds41jax.kernels.rows import map_rows
 from ds41jax.model.norm import rms_norm
 from ds41jax.model.rope import rotate
 from ds41jax.model.state import PAGE_ROWS, KVState, Rows, StepBatch
-from ds41jax.model.tensors import spec
+from ds41jax.model.tensors import Split, spec
 
 Frequencies = jax.Array | np.ndarray  # [rotary pairs] float32
 
@@ -44,15 +45,33 @@ def attention_specs(config: ModelConfig, prefix: str, layers: tuple[int, ...]) -
     hidden, width, q_rank = config.hidden_size, config.head_dim, config.q_lora_rank
     heads, groups, o_rank = config.num_attention_heads, config.o_groups, config.o_lora_rank
     fp8: Any = {"format": Format.FP8_BLOCK, "layers": layers}
+
+    def share(axis: int, unit: int) -> Split:
+        return Split(Part.ATTENTION, axis, unit)
+
     return AttentionWeights(
-        attn_sink=spec(f"{prefix}.attn_sink", (heads,), "f32", layers=layers),
+        attn_sink=spec(
+            f"{prefix}.attn_sink", (heads,), "f32", layers=layers, split=share(0, heads // groups)
+        ),
         wq_a=spec(f"{prefix}.wq_a.weight", (q_rank, hidden), **fp8),
         q_norm=spec(f"{prefix}.q_norm.weight", (q_rank,), "bf16", layers=layers),
-        wq_b=spec(f"{prefix}.wq_b.weight", (heads * width, q_rank), **fp8),
+        wq_b=spec(
+            f"{prefix}.wq_b.weight",
+            (heads * width, q_rank),
+            split=share(0, heads * width // groups),
+            **fp8,
+        ),
         wkv=spec(f"{prefix}.wkv.weight", (width, hidden), **fp8),
         kv_norm=spec(f"{prefix}.kv_norm.weight", (width,), "bf16", layers=layers),
-        wo_a=spec(f"{prefix}.wo_a.weight", (groups * o_rank, heads * width // groups), **fp8),
-        wo_b=spec(f"{prefix}.wo_b.weight", (hidden, groups * o_rank), **fp8),
+        wo_a=spec(
+            f"{prefix}.wo_a.weight",
+            (groups * o_rank, heads * width // groups),
+            split=share(0, o_rank),
+            **fp8,
+        ),
+        wo_b=spec(
+            f"{prefix}.wo_b.weight", (hidden, groups * o_rank), split=share(1, o_rank), **fp8
+        ),
     )
 
 
@@ -82,7 +101,10 @@ def queries(
     config: ModelConfig,
     compute: Compute,
 ) -> tuple[jax.Array, jax.Array]:
-    """The normalised low-rank query [T, q_lora_rank] and the rotated queries [T, H, D]."""
+    """The normalised low-rank query [T, q_lora_rank] and the rotated queries [T, H, D].
+
+    H are the heads of this card.
+    """
     wq_a, wq_b = operand(weights.wq_a, compute), operand(weights.wq_b, compute)
     norm = weights.q_norm
 
@@ -90,7 +112,7 @@ def queries(
         latent = quantized_linear(x, wq_a, compute)
         latent = rms_norm(latent, norm, config.rms_norm_eps, compute)
         q = quantized_linear(latent, wq_b, compute)
-        q = q.reshape(-1, config.num_attention_heads, config.head_dim)
+        q = q.reshape(q.shape[0], -1, config.head_dim)
         return latent, rotate(q, positions, frequencies, compute)
 
     return map_rows(compute, tile, x, positions)
@@ -175,13 +197,16 @@ def project_output(
 ) -> jax.Array:
     """Rotates heads [T, H, D] back and projects them, by groups and then together, to [T, hidden].
 
-    `wo_a` is used at full precision with its input as is; only `wo_b`'s input is quantised.
+    `wo_a` is used at full precision with its input as is; only `wo_b`'s input is quantised. Cards
+    that hold a share of the heads meet here.
     """
     wo_a, wo_b = operand(weights.wo_a, compute), operand(weights.wo_b, compute)
+    width, whole = weights.wo_a.shape[-1], not compute.splits(Part.ATTENTION)
 
     def tile(out: jax.Array, positions: jax.Array) -> jax.Array:
         out = rotate(out, positions, frequencies, compute, inverse=True)
-        latent = grouped_linear(out.reshape(out.shape[0], config.o_groups, -1), wo_a, compute)
-        return quantized_linear(latent, wo_b, compute)
+        latent = grouped_linear(out.reshape(out.shape[0], -1, width), wo_a, compute)
+        return quantized_linear(latent, wo_b, compute, rounded=whole)
 
-    return map_rows(compute, tile, out, positions)
+    projected = map_rows(compute, tile, out, positions)
+    return projected if whole else compute.round(sum_of_cards(projected))

@@ -31,6 +31,7 @@ from ds41jax.model.params import Params
 from ds41jax.model.rope import compressed_frequencies, plain_frequencies
 from ds41jax.model.state import KVState, StepBatch, put, ring_rows, ring_slots, write_ring
 from ds41jax.model.tensors import at_layer, lookup
+from ds41jax.model.vocabulary import token_rows, whole_logits
 
 _KEPT = jax.checkpoint_policies.save_only_these_names(indexer.CHOSEN)  # by a training step
 
@@ -269,7 +270,7 @@ def select(
 
 def embed(params: Params, batch: StepBatch, config: ModelConfig, compute: Compute) -> jax.Array:
     """Token embeddings, or image embeddings on image rows, in every stream: [T, S, D]."""
-    x = params.embed[batch.token_ids].astype(compute.dtype)
+    x = token_rows(params.embed, batch.token_ids, compute)
     if batch.image_embeds is not None:
         x = jnp.where(batch.is_image[:, None], batch.image_embeds.astype(compute.dtype), x)
     return jnp.repeat(x[:, None], config.hc_mult, axis=1)
@@ -305,7 +306,9 @@ def head(
         x = rms_norm(x, params.norm, config.rms_norm_eps, compute)
         return project(x, weight, compute)
 
-    return map_rows(compute, tile, carry.stream[batch.logit_rows], carry.pre[batch.logit_rows])
+    wanted = batch.logit_rows
+    logits = map_rows(compute, tile, carry.stream[wanted], carry.pre[wanted])
+    return whole_logits(logits, compute)
 
 
 def _finish(

@@ -28,6 +28,7 @@ from ds41jax.model.norm import rms_norm
 from ds41jax.model.rope import plain_frequencies
 from ds41jax.model.state import KVState, StepBatch, ring_rows, write_ring
 from ds41jax.model.tensors import at_layer, spec
+from ds41jax.model.vocabulary import token_rows, whole_logits
 
 
 @struct.dataclass
@@ -115,7 +116,7 @@ def draft(
     """Drafts the block after each sequence's last token.
 
     Args:
-      embed, head: [V, D] of the target.
+      embed, head: [V, D] of the target, or this card's rows of them.
       slots: [B] int32 cache slots of the sequences.
       anchors: [B] int32 last tokens, not yet fed to the target.
       positions: [B] int32 their positions: rows below are committed.
@@ -123,7 +124,7 @@ def draft(
     block_size = config.dspark_block_size
     noise = jnp.full((anchors.shape[0], block_size - 1), config.dspark_noise_token_id, jnp.int32)
     token_ids = jnp.concatenate([anchors[:, None], noise], axis=1).reshape(-1)
-    stream = jnp.repeat(embed[token_ids].astype(compute.dtype)[:, None], config.hc_mult, axis=1)
+    stream = jnp.repeat(token_rows(embed, token_ids, compute)[:, None], config.hc_mult, axis=1)
     rows = (positions[:, None] + jnp.arange(block_size)).reshape(-1)
     stream, pre = run_stages(weights, state, stream, slots, rows, positions, config, compute)
     return chain(weights, head, stream, pre, anchors, config, compute)
@@ -191,6 +192,7 @@ def chain(
         return x, project(rms_norm(x, weights.norm, config.rms_norm_eps, compute), head, compute)
 
     hidden, base = map_rows(compute, tile, stream, pre)
+    base = whole_logits(base, compute)
     hidden, base = hidden.reshape(slots, size, -1), base.reshape(slots, size, -1)
     confidence_weight = operand(weights.confidence, compute)
 

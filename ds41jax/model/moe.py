@@ -9,12 +9,13 @@ from flax import struct
 
 from ds41jax.config import ModelConfig
 from ds41jax.formats import Format, QuantizedArray
+from ds41jax.kernels.cards import Part, sum_of_cards
 from ds41jax.kernels.compute import REFERENCE, Compute
 from ds41jax.kernels.experts import expert_mlp, routed_experts
 from ds41jax.kernels.linear import operand, project
 from ds41jax.kernels.routing import choose_experts, expert_scores
 from ds41jax.kernels.rows import map_rows
-from ds41jax.model.tensors import spec
+from ds41jax.model.tensors import Split, spec
 
 
 @struct.dataclass
@@ -46,10 +47,12 @@ def _expert_specs(
     config: ModelConfig, prefix: str, format: Format, **stack: object
 ) -> ExpertWeights:
     d, f = config.hidden_size, config.moe_intermediate_size
+    # A hidden column's gate, up and down weights go together, its scale's 32 columns too.
+    rows, columns = Split(Part.EXPERTS, 0, 32), Split(Part.EXPERTS, 1, 32)
     return ExpertWeights(
-        w1=spec(f"{prefix}.w1.weight", (f, d), format, **stack),
-        w2=spec(f"{prefix}.w2.weight", (d, f), format, **stack),
-        w3=spec(f"{prefix}.w3.weight", (f, d), format, **stack),
+        w1=spec(f"{prefix}.w1.weight", (f, d), format, split=rows, **stack),
+        w2=spec(f"{prefix}.w2.weight", (d, f), format, split=columns, **stack),
+        w3=spec(f"{prefix}.w3.weight", (f, d), format, split=rows, **stack),
     )
 
 
@@ -112,18 +115,23 @@ def moe(
     config: ModelConfig,
     compute: Compute,
 ) -> jax.Array:
-    """Routed and shared experts of rows x [T, D], summed in float32 and rounded once."""
-    limit = config.swiglu_limit
+    """Routed and shared experts of rows x [T, D], summed in float32 and rounded once.
+
+    Cards that hold a share of every expert's hidden columns meet here.
+    """
+    limit, whole = config.swiglu_limit, not compute.splits(Part.EXPERTS)
     ids, routing = map_rows(
         compute, lambda x, image: route(x, image, weights.gate, k, config, compute), x, is_image
     )
     e = weights.experts
-    routed = routed_experts(x, ids, routing, (e.w1, e.w2, e.w3), limit, compute)
+    routed = routed_experts(x, ids, routing, (e.w1, e.w2, e.w3), limit, compute, whole)
     s = weights.shared_experts
     dense = operand(s.w1, compute), operand(s.w2, compute), operand(s.w3, compute)
 
     def combine(x: jax.Array, routed: jax.Array) -> jax.Array:
-        shared = expert_mlp(x, dense, None, limit, compute)
-        return compute.round(routed + shared.astype(jnp.float32))
+        shared = expert_mlp(x, dense, None, limit, compute, whole)
+        total = routed + shared.astype(jnp.float32)
+        return compute.round(total) if whole else total
 
-    return map_rows(compute, combine, x, routed)
+    total = map_rows(compute, combine, x, routed)
+    return total if whole else compute.round(sum_of_cards(total))

@@ -7,12 +7,13 @@ from flax import struct
 
 from ds41jax.config import ModelConfig
 from ds41jax.formats import Format
+from ds41jax.kernels.cards import Part
 from ds41jax.model.block import BlockWeights, block_specs
 from ds41jax.model.compressor import CompressorWeights, compressor_specs
 from ds41jax.model.drafter import DrafterWeights, drafter_specs
 from ds41jax.model.engram import EngramWeights, engram_specs
 from ds41jax.model.indexer import IndexerWeights, indexer_specs
-from ds41jax.model.tensors import TensorSpec, spec
+from ds41jax.model.tensors import Split, TensorSpec, spec
 from ds41jax.model.vision import VisionWeights, vision_specs
 
 
@@ -38,14 +39,15 @@ def param_specs(config: ModelConfig) -> Params:
     """The `Params` tree with a `TensorSpec` in place of every weight."""
     vocabulary = (config.vocab_size, config.hidden_size)
     layers = tuple(range(config.num_hidden_layers))
+    rows = Split(Part.VOCABULARY, 0)
     return Params(
-        embed=spec("embed.weight", vocabulary, "bf16"),
+        embed=spec("embed.weight", vocabulary, "bf16", split=rows),
         layers=block_specs(config, "layers.{i}", layers, config.n_routed_experts),
         compressor=compressor_specs(config) if config.kv_source_layer_ids else None,
         indexer=indexer_specs(config) if config.index_source_layer_ids else None,
         engram=engram_specs(config) if config.engram_layer_ids else None,
         norm=spec("norm.weight", (config.hidden_size,), "bf16"),
-        head=spec("head.weight", vocabulary, "bf16"),
+        head=spec("head.weight", vocabulary, "bf16", split=rows),
         drafter=drafter_specs(config) if config.num_nextn_predict_layers else None,
         vision=vision_specs(config) if config.vision else None,
     )

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ds41jax.formats import Format, QuantizedArray
+from ds41jax.kernels.cards import Part
 from ds41jax.kernels.linear import StackEntry
 
 StorageFormat = str | Format  # "f32", "bf16" or a quantised format
@@ -30,6 +31,15 @@ _PLAIN_DTYPES = {"f32": np.dtype(np.float32), "bf16": np.dtype(jnp.bfloat16)}
 
 
 @dataclass(frozen=True)
+class Split:
+    """How a weight is split over cards: along `axis` of its shape, in whole `unit`s."""
+
+    part: Part
+    axis: int
+    unit: int = 1
+
+
+@dataclass(frozen=True)
 class TensorSpec:
     """One weight, possibly a stack of the checkpoint's tensors.
 
@@ -39,6 +49,7 @@ class TensorSpec:
       format: "f32", "bf16" or the quantised format; a quantised `x.weight` comes with an `x.scale`.
       layers: values of `{i}`, stacked on the first axis; None for a single tensor.
       experts: number of `{e}`, stacked on the next axis; None if the name has none.
+      split: how it lies on several cards; None if each holds all of it.
     """
 
     name: str
@@ -46,6 +57,7 @@ class TensorSpec:
     format: StorageFormat
     layers: tuple[int, ...] | None = None
     experts: int | None = None
+    split: Split | None = None
 
     @property
     def stack(self) -> tuple[int, ...]:
