@@ -2,19 +2,22 @@
 
 Weights stay quantised exactly as stored. The host never holds a second copy: on the CPU each
 stacked leaf is one buffer that the tensors are read into and that jax takes over; on other devices
-a leaf is filled in place, one layer's slab at a time. Engram tables stay on disk.
+a leaf is filled in place, one layer's slab at a time, and over several cards each takes its share.
+Engram tables stay on disk.
 """
 
 import functools
 import itertools
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 from tqdm import tqdm
 
 from ds41jax.checkpoint.engram_tables import EngramTable
@@ -27,7 +30,9 @@ from ds41jax.checkpoint.safetensors_files import (
     report,
 )
 from ds41jax.config import ModelConfig
+from ds41jax.kernels.cards import Cards
 from ds41jax.model.params import Params, engram_table_specs, param_specs
+from ds41jax.model.sharding import check_split, partition
 from ds41jax.model.tensors import TensorSpec
 
 ALIGNMENT = 64  # what jax's CPU client asks of a buffer that it takes over instead of copying
@@ -35,7 +40,8 @@ _CHECK_ELEMENTS = 1 << 20  # tensors are searched for NaN in pieces that stay in
 
 Sources = list[tuple[tuple[int, ...], StoredTensor]]  # (index in the leaf, tensor)
 Read = Callable[[StoredTensor, np.ndarray], None]
-Fill = Callable[[jax.ShapeDtypeStruct, Sources, jax.Device, Read], jax.Array]
+Target: TypeAlias = "jax.Device | NamedSharding"
+Fill = Callable[[jax.ShapeDtypeStruct, Sources, Target, Read], jax.Array]
 
 
 def expected_entries(specs: Any) -> Iterator[TensorEntry]:
@@ -84,6 +90,7 @@ def load_params(
     *,
     progress: bool = True,
     device: jax.Device | None = None,
+    cards: Cards | None = None,
 ) -> Params:
     """Loads all weights but the Engram tables.
 
@@ -92,11 +99,15 @@ def load_params(
       config: its parsed `config.json`.
       progress: shows the bytes read on stderr.
       device: where the weights go; jax's default device if None.
+      cards: over which they are split instead.
 
     Raises:
       CheckpointError: if a tensor does not fit the configuration or holds a NaN or an infinity.
+      ValueError: if the weights cannot be split over the cards.
     """
     specs = param_specs(config)
+    if cards is not None:
+        check_split(config, cards)
     files = check_checkpoint(path, config, specs)
     device = jax.local_devices()[0] if device is None else device
     fill = _filler(device)
@@ -106,10 +117,11 @@ def load_params(
         def load(leaf: TensorSpec) -> Any:
             abstract, tree = jax.tree.flatten(leaf.abstract())
             stored = [(index, names) for index, *names in leaf.stored()]
+            target = device if cards is None else NamedSharding(cards.mesh, partition(leaf, cards))
             arrays = []
             for part, shape in enumerate(abstract):
                 sources = [(index, files.tensors[names[part]]) for index, names in stored]
-                arrays.append(fill(shape, sources, device, _reader(files, bar)))
+                arrays.append(fill(shape, sources, target, _reader(files, bar)))
             return jax.tree.unflatten(tree, arrays)
 
         loaded: Params = jax.tree.map(load, specs)
@@ -132,25 +144,35 @@ def _filler(device: jax.Device) -> Fill:
 
 
 def _fill_whole(
-    shape: jax.ShapeDtypeStruct, sources: Sources, device: jax.Device, read: Read
+    shape: jax.ShapeDtypeStruct, sources: Sources, target: Target, read: Read
 ) -> jax.Array:
     buffer = _aligned_empty(shape.shape, shape.dtype)
     for index, tensor in sources:
         read(tensor, buffer[index])
-    return jax.device_put(buffer, device, may_alias=True)
+    return _put(buffer, target)
+
+
+def _put(buffer: np.ndarray, target: Target) -> jax.Array:
+    """A buffer on a device, which may take it over, or each card's share of it on that card."""
+    if isinstance(target, NamedSharding):
+        return jax.make_array_from_callback(buffer.shape, target, buffer.__getitem__)
+    return jax.device_put(buffer, target, may_alias=True)
 
 
 def _fill_by_layer(
-    shape: jax.ShapeDtypeStruct, sources: Sources, device: jax.Device, read: Read
+    shape: jax.ShapeDtypeStruct, sources: Sources, target: Target, read: Read
 ) -> jax.Array:
     if not sources or not sources[0][0]:
-        return _fill_whole(shape, sources, device, read)
-    leaf = jnp.zeros(shape.shape, shape.dtype, device=device)
+        return _fill_whole(shape, sources, target, read)
+    leaf = jnp.zeros(shape.shape, shape.dtype, device=target)
+    slab_target = target
+    if isinstance(target, NamedSharding):
+        slab_target = NamedSharding(target.mesh, P(*target.spec[1:]))
     for first, group in itertools.groupby(sources, key=lambda source: source[0][0]):
         slab = _aligned_empty(shape.shape[1:], shape.dtype)
         for index, tensor in group:
             read(tensor, slab[index[1:]])
-        leaf = _place(leaf, jax.device_put(slab, device), first)
+        leaf = _place(leaf, _put(slab, slab_target), first)
         leaf.block_until_ready()  # so that no second slab is alive on the host
     return leaf
 

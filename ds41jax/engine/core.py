@@ -7,6 +7,7 @@ that request alone, whatever runs beside it.
 import itertools
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import jax
 import numpy as np
@@ -16,7 +17,7 @@ from ds41jax.cache.pool import PageLayout, PoolExhausted
 from ds41jax.cache.radix import Bank, Reuse
 from ds41jax.cache.symbols import ImageSpan
 from ds41jax.engine.device import Device
-from ds41jax.engine.loading import Model
+from ds41jax.engine.loading import Model, on_cards
 from ds41jax.engine.observer import (
     DecodeRound,
     PrefillStep,
@@ -51,6 +52,9 @@ class EngineCore:
 
     def __init__(self, model: Model, options: EngineOptions):
         options.check(model.config)
+        cards = options.find_cards()
+        model = on_cards(model, cards)
+        options = replace(options, compute=replace(options.compute, cards=cards))
         self.model, self.options, self.config = model, options, model.config
         self.dspark = options.dspark and model.params.drafter is not None
         self.block = min(model.config.dspark_block_size, options.policy.limit) if self.dspark else 0

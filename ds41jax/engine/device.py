@@ -4,7 +4,6 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from tqdm import tqdm
 
@@ -18,7 +17,8 @@ from ds41jax.engine.options import EngineOptions, round_shapes
 from ds41jax.engine.rounds import Rounds
 from ds41jax.engine.selection import Choices, Outcome, read, select_step
 from ds41jax.kernels.compute import Phase
-from ds41jax.model.state import PAGE_ROWS, CacheShape, StepBatch, init_state
+from ds41jax.model.sharding import empty_caches
+from ds41jax.model.state import PAGE_ROWS, CacheShape, StepBatch
 
 
 class Device:
@@ -48,14 +48,14 @@ class Device:
         width = -(-options.context // PAGE_ROWS)
         sources = len(config.kv_source_layer_ids)
         self.page_tables = np.full((sources, options.max_active, width), pages, np.int32)
-        # Committed to the weights' device like every later state, so that no program sees two
+        # Committed to the weights' devices like every later state, so that no program sees two
         # kinds.
-        (device,) = model.params.norm.devices()
-        state = init_state(config, CacheShape(slots, pages), options.compute)
-        self.state = jax.device_put(state, device)
+        whole = model.params.norm.sharding
+        self.state = empty_caches(config, CacheShape(slots, pages), options.compute, whole)
         # Steps without constraints share one mask on the device: nothing is sent for them.
         rows = {shape.rows for shape in self.shapes}
-        free_masks = {n: jnp.full((n, self.mask_words), -1, jnp.int32) for n in rows}
+        mask: np.ndarray = np.full((max(rows), self.mask_words), -1, np.int32)
+        free_masks = {n: jax.device_put(mask[:n], whole) for n in rows}
         self.rounds = Rounds(config, model.engram, self.shapes, self.page_tables, free_masks)
 
     # ------------------------------------------------------------------ caches

@@ -7,7 +7,9 @@ from ds41jax.cache.radix import Reuse
 from ds41jax.config import ModelConfig
 from ds41jax.drafting.fixed import FixedPolicy
 from ds41jax.drafting.policy import Policy
+from ds41jax.kernels.cards import ALL_PARTS, Cards, Part
 from ds41jax.kernels.compute import Compute, default_compute
+from ds41jax.model.sharding import check_split, find_cards
 from ds41jax.model.state import PAGE_ROWS
 
 MAX_ACTIVE = 16
@@ -38,6 +40,8 @@ class EngineOptions:
       snapshot_every: in exact reuse, tokens between snapshots inside a long prompt.
       warm_up: compile every program before the first request.
       compute: rounding and kernels; Pallas kernels on an NVIDIA GPU unless something else is given.
+      cards: GPUs that hold the model together; caches are whole on each.
+      split: what is split over them; each holds all of the rest.
     """
 
     max_active: int = MAX_ACTIVE
@@ -61,6 +65,12 @@ class EngineOptions:
     snapshot_every: int = 2048
     warm_up: bool = True
     compute: Compute = field(default_factory=default_compute)
+    cards: int = 1
+    split: frozenset[Part] = ALL_PARTS
+
+    def find_cards(self) -> Cards | None:
+        """The cards to split over, or None for one; raises `ValueError` if they are not there."""
+        return None if self.cards == 1 else find_cards(self.cards, self.split)
 
     def host_options(self, config: ModelConfig, pages: int) -> HostOptions:
         """The host tier's part, with so many pages."""
@@ -89,10 +99,14 @@ class EngineOptions:
             ("host_snapshots", self.host_snapshots >= 0, "at least 0"),
             ("host_tokens", self.host_tokens >= PAGE_ROWS, f"at least {PAGE_ROWS}"),
             ("snapshot_every", self.snapshot_every >= 1, "at least 1"),
+            ("cards", self.cards >= 1, "at least 1"),
         ]
         for name, ok, what in checks:
             if not ok:
                 raise ValueError(f"{name} must be {what}, not {getattr(self, name)}")
+        cards = self.find_cards()
+        if cards is not None:
+            check_split(config, cards)
 
 
 @dataclass(frozen=True)

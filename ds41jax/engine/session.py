@@ -15,7 +15,8 @@ from ds41jax.engine.loading import Model
 from ds41jax.formats import QuantizedArray
 from ds41jax.kernels.compute import REFERENCE, Compute, Phase
 from ds41jax.model.drafter import Draft
-from ds41jax.model.state import PAGE_ROWS, CacheShape, StepBatch, init_state
+from ds41jax.model.sharding import empty_caches
+from ds41jax.model.state import PAGE_ROWS, CacheShape, StepBatch
 
 
 @dataclass(frozen=True)
@@ -91,7 +92,8 @@ class Session:
         sources = len(config.kv_source_layer_ids)
         shape = (sources, 1, pages)
         self._page_tables = np.arange(sources * pages, dtype=np.int32).reshape(shape)
-        self._state = init_state(config, CacheShape(1, sources * pages), compute)
+        whole = model.params.norm.sharding
+        self._state = empty_caches(config, CacheShape(1, sources * pages), compute, whole)
 
     @property
     def _prefill_compute(self) -> Compute:

@@ -101,17 +101,12 @@ def place(params: Params, config: ModelConfig, cards: Cards) -> Params:
     return placed
 
 
-def on_every_card(cards: Cards) -> NamedSharding:
-    """The sharding of arrays that are whole on every card."""
-    return NamedSharding(cards.mesh, P())
-
-
-def empty_caches(config: ModelConfig, shape: CacheShape, compute: Compute) -> KVState:
-    """Empty caches, whole on every card of `compute`."""
+def empty_caches(
+    config: ModelConfig, shape: CacheShape, compute: Compute, sharding: jax.sharding.Sharding
+) -> KVState:
+    """Empty caches, made where they will lie: on the device, or whole on every card."""
     make = functools.partial(init_state, config, shape, compute)
-    if compute.cards is None:
-        return make()
-    state: KVState = jax.jit(make, out_shardings=on_every_card(compute.cards))()
+    state: KVState = jax.jit(make, out_shardings=sharding)()
     return state
 
 

@@ -43,7 +43,7 @@ def run(args: argparse.Namespace) -> int:
         if args.dry_run:
             print("Every check passed; nothing was loaded.")
             return 0
-        model = load_model(folder)
+        model = load_model(folder, cards=engine_choice.find_cards())
         with Engine(model, engine_choice, progress=True) as engine:
             _serve(engine, options, listener, args.drain_seconds)
     return 0
