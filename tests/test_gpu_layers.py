@@ -8,15 +8,18 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
-from lowering import DEVICES, lower_for_gpu
+from jax.sharding import PartitionSpec as P
+from lowering import DEVICES, gpu_mesh, lower_for_gpu
 
 from ds41jax.config import ModelConfig, load_config
 from ds41jax.formats import Numerics
+from ds41jax.kernels.cards import AXIS, Cards
 from ds41jax.kernels.compute import Compute, Kernels, Phase
 from ds41jax.model import backbone
 from ds41jax.model.backbone import Carry
 from ds41jax.model.hyper_connections import initial_pre
 from ds41jax.model.params import param_specs
+from ds41jax.model.sharding import partitions
 from ds41jax.model.state import CacheShape, StepBatch, init_state
 from ds41jax.model.tensors import TensorSpec
 
@@ -70,6 +73,30 @@ def test_layers_lower_for_gpus(kind: str, rows: int, phase: Phase) -> None:
     for kernel in ("matmul", "quantize", "route", "mixes", "sparse_attention", "expert_up"):
         assert f'"{kernel}"' in text
     assert ('"index_scores"' in text) == (KINDS[kind] in CONFIG.index_source_layer_ids)
+
+
+@pytest.mark.parametrize(("rows", "phase"), [(6, Phase.DECODE), (256, Phase.PREFILL)])
+def test_layers_lower_for_two_gpus(rows: int, phase: Phase) -> None:
+    """A layer's kernels on each card's share, and the two places where the cards meet."""
+    mesh = gpu_mesh(2, AXIS, next(iter(DEVICES)))
+    compute = Compute(kernels=Kernels.PALLAS, phase=phase, cards=Cards(mesh))
+    config = dataclasses.replace(CONFIG, engram_layer_ids=())
+    is_spec = partial(lambda cls, leaf: isinstance(leaf, cls), TensorSpec)
+    specs = param_specs(config)
+    params: Any = jax.tree.map(lambda spec: spec.abstract(), specs, is_leaf=is_spec)
+    carry = jax.eval_shape(lambda: start(rows, config, compute))
+
+    def run(carry: Carry, params: Any) -> Carry:
+        return backbone.layer(carry, KINDS["source"], params, batch_of(rows), config, compute)
+
+    split = partitions(config, compute.cards)
+    over_cards = jax.shard_map(
+        run, mesh=mesh, in_specs=(P(), split), out_specs=P(), check_vma=False
+    )
+    text = lower_for_gpu(over_cards, carry, params, device=next(iter(DEVICES)), mesh=mesh)
+    assert text.count('"stablehlo.all_gather"') == 2
+    for kernel in ("matmul", "quantize", "route", "mixes", "sparse_attention", "expert_up"):
+        assert f'"{kernel}"' in text
 
 
 def test_kernels_refuse_float32_numerics() -> None:
