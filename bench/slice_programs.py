@@ -1,0 +1,223 @@
+"""Step programs of an official-geometry slice over one or two cards, and their data.
+
+A program is traced where there is time (`export`, without a GPU) and compiled where it runs
+(`load`): tracing a slice for every layout takes minutes that a lent GPU need not wait for.
+"""
+
+import contextlib
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, SingleDeviceSharding
+from jax.sharding import PartitionSpec as P
+from layers_gpu import decode_batch, random_caches, random_leaf
+
+from ds41jax.config import ModelConfig
+from ds41jax.engine import steps
+from ds41jax.kernels.cards import ALL_PARTS, AXIS, Cards, Part
+from ds41jax.kernels.compute import Compute, Kernels, Phase
+from ds41jax.model import attention, backbone, moe
+from ds41jax.model.hyper_connections import initial_pre
+from ds41jax.model.params import Params, param_specs
+from ds41jax.model.sharding import over_cards, partition
+from ds41jax.model.state import CacheShape, KVState, StepBatch, init_state
+from ds41jax.model.tensors import TensorSpec
+
+LAYOUTS: dict[str, frozenset[Part] | None] = {
+    "one card": None,
+    "all": ALL_PARTS,
+    "attention": frozenset({Part.ATTENTION}),
+    "experts": frozenset({Part.EXPERTS}),
+    "vocabulary": frozenset({Part.VOCABULARY}),
+}
+READER = 4  # of `six_layers`: neither writes global rows nor selects
+TRITON = jax.export.DisabledSafetyCheck.custom_call("__gpu$xla.gpu.triton")
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """One program: the whole slice, or a reader's layer with or without its sums over cards."""
+
+    layout: str
+    rows: int
+    sequences: int
+    phase: Phase
+    what: str = "slice"  # or "layer", "layer without sums"
+
+    @property
+    def file(self) -> str:
+        name = f"{self.what}-{self.layout}-{self.rows}-{self.phase.value}".replace(" ", "_")
+        return f"{name}.stablehlo"
+
+
+@dataclasses.dataclass(frozen=True)
+class Slice:
+    """A geometry, its kernels, and the steps to time."""
+
+    config: ModelConfig
+    kernels: Kernels
+    decode: tuple[tuple[int, int], ...]  # rows, sequences
+    context: int
+    prefill_rows: int
+
+    def jobs(self) -> list[Job]:
+        """In the order in which they are worth having."""
+        decode = [(*step, Phase.DECODE) for step in self.decode]
+        steps = [*decode, (self.prefill_rows, 1, Phase.PREFILL)]
+        whole = [Job(layout, *step) for layout in LAYOUTS for step in steps]
+        layers = [Job("all", *s, w) for s in steps for w in ("layer", "layer without sums")]
+        return [*whole[: 2 * len(steps)], *layers, *whole[2 * len(steps) :]]
+
+    def compute(self, job: Job, mesh: Any) -> Compute:
+        parts = LAYOUTS[job.layout]
+        cards = None if parts is None else Cards(mesh, parts)
+        return Compute(kernels=self.kernels, phase=job.phase, cards=cards)
+
+    def batch(self, job: Job) -> StepBatch:
+        """On the host; a prefill wants the last row's logits alone."""
+        made = decode_batch(job.rows, job.sequences, self.context, self.config)
+        batch: StepBatch = jax.tree.map(np.asarray, made)
+        if job.phase is Phase.PREFILL:
+            batch = dataclasses.replace(batch, logit_rows=np.array([job.rows - 1], np.int32))
+        tokens = np.random.default_rng(0).integers(10, 500, job.rows)
+        return dataclasses.replace(batch, token_ids=tokens.astype(np.int32))
+
+    def caches(self, job: Job) -> Callable[[], KVState]:
+        pages = int(self.batch(job).page_tables.size)
+        shape, compute = CacheShape(job.sequences, pages), Compute(kernels=self.kernels)
+        return lambda: random_caches(init_state(self.config, shape, compute))
+
+    def arguments(self, job: Job) -> tuple[Any, Any, Any]:
+        """Shapes of weights, caches and batch."""
+        params = jax.tree.map(lambda s: s.abstract(), param_specs(self.config), is_leaf=is_spec)
+        batch = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), self.batch(job))
+        return params, jax.eval_shape(self.caches(job)), batch
+
+    def step(self, job: Job, mesh: Any) -> Callable[..., tuple[KVState, jax.Array]]:
+        """(params, state, batch) to the caches, and logits or streams to wait for."""
+        compute, config = self.compute(job, mesh), self.config
+        if job.what == "slice":
+            full = steps.full_step.__wrapped__  # type: ignore[attr-defined]
+            return lambda *args: full(*args, config, compute)[:2]
+
+        @over_cards
+        def layer(
+            params: Params, state: KVState, batch: StepBatch, config: ModelConfig, compute: Compute
+        ) -> tuple[KVState, jax.Array]:
+            stream = jnp.ones((job.rows, config.hc_mult, config.hidden_size), compute.dtype)
+            pre = initial_pre(job.rows, config)
+            carry = backbone.start(stream, pre, state, batch, config, compute)
+            carry = backbone.layer(carry, READER, params, batch, config, compute)
+            return carry.state, carry.stream
+
+        return lambda *args: layer(*args, config=config, compute=compute)
+
+
+def is_spec(leaf: Any) -> bool:
+    return isinstance(leaf, TensorSpec)
+
+
+@contextlib.contextmanager
+def no_sums() -> Iterator[None]:
+    """Cards go on with their own partial sums: wrong values, the same work otherwise."""
+
+    def alone(partial: jax.Array) -> jax.Array:
+        return partial
+
+    with (
+        mock.patch.object(attention, "sum_of_cards", alone),
+        mock.patch.object(moe, "sum_of_cards", alone),
+    ):
+        yield
+
+
+def gpu_mesh() -> AbstractMesh:
+    """Two H200s that need not be there."""
+    from jax.sharding import AbstractDevice
+
+    device = AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="cuda")
+    return AbstractMesh((2,), (AXIS,), axis_types=(AxisType.Auto,), abstract_device=device)
+
+
+def export(piece: Slice, job: Job, folder: Path) -> None:
+    """Traces a program for the kernels' platform and writes it; needs JAX 0.11 for GPUs."""
+    gpu = piece.kernels is Kernels.PALLAS
+    mesh = gpu_mesh() if gpu else AbstractMesh((2,), (AXIS,), axis_types=(AxisType.Auto,))
+    leaves, tree = jax.tree.flatten(piece.arguments(job))
+    step = piece.step(job, mesh)
+
+    def flat(*leaves: Any) -> list[Any]:
+        return jax.tree.leaves(step(*jax.tree.unflatten(tree, leaves)))
+
+    platform = "cuda" if gpu else "cpu"
+    with (
+        jax.sharding.use_abstract_mesh(mesh) if gpu else contextlib.nullcontext(),
+        no_sums() if job.what == "layer without sums" else contextlib.nullcontext(),
+    ):
+        make = jax.export.export(jax.jit(flat), platforms=[platform], disabled_checks=[TRITON])
+        (folder / job.file).write_bytes(make(*leaves).serialize())
+
+
+def load(piece: Slice, job: Job, folder: Path, mesh: Mesh) -> Any:
+    """Compiles an exported program for the devices of `mesh`; caches are donated to it."""
+    exported = jax.export.deserialize(bytearray((folder / job.file).read_bytes()))
+    params, state, batch = piece.arguments(job)
+    first = len(jax.tree.leaves(params))
+    donated = range(first, first + len(jax.tree.leaves(state)))
+    program = jax.jit(exported.call, donate_argnums=tuple(donated))
+    shapes = (
+        _placed(params, placements(piece, job, mesh)),
+        _placed(state, whole(piece, job, mesh)),
+        _placed(batch, whole(piece, job, mesh)),
+    )
+    return program.lower(*jax.tree.leaves(shapes)).compile()
+
+
+def _placed(tree: Any, sharding: Any) -> Any:
+    """Shapes with their sharding, one for all or a tree of them."""
+    if isinstance(sharding, jax.sharding.Sharding):
+        sharding = jax.tree.map(lambda _: sharding, tree)
+    else:
+        sharding = jax.tree.map(lambda s, x: jax.tree.map(lambda _: s, x), sharding, tree)
+    return jax.tree.map(
+        lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), tree, sharding
+    )
+
+
+def placements(piece: Slice, job: Job, mesh: Mesh) -> Any:
+    """A sharding for every weight."""
+    cards = piece.compute(job, mesh).cards
+
+    def of(spec: TensorSpec) -> Any:
+        if cards is None:
+            return SingleDeviceSharding(jax.devices()[0])
+        return NamedSharding(cards.mesh, partition(spec, cards))
+
+    return jax.tree.map(of, param_specs(piece.config), is_leaf=is_spec)
+
+
+def whole(piece: Slice, job: Job, mesh: Mesh) -> Any:
+    """The sharding of what every card of a job has all of."""
+    if piece.compute(job, mesh).cards is None:
+        return SingleDeviceSharding(jax.devices()[0])
+    return NamedSharding(mesh, P())
+
+
+def make_params(piece: Slice, job: Job, mesh: Mesh) -> Params:
+    """Random weights, equal whatever the layout, made where they lie."""
+    specs, tree = jax.tree.flatten(param_specs(piece.config), is_leaf=is_spec)
+    made = []
+    for i, (spec, target) in enumerate(
+        zip(specs, jax.tree.leaves(placements(piece, job, mesh)), strict=True)
+    ):
+        make = functools.partial(random_leaf, spec, 7 * i + 1)
+        made.append(jax.jit(make, out_shardings=target)())
+    params: Params = jax.tree.unflatten(tree, made)
+    return params
