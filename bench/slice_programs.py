@@ -1,6 +1,6 @@
 """Step programs of an official-geometry slice over one or two cards, and their data.
 
-A program is traced where there is time (`export`, without a GPU) and compiled where it runs
+A program is traced where there is time (`export`, without a GPU) and taken up where it runs
 (`load`): tracing a slice for every layout takes minutes that a lent GPU need not wait for.
 """
 
@@ -166,7 +166,7 @@ def export(piece: Slice, job: Job, folder: Path) -> None:
 
 
 def load(piece: Slice, job: Job, folder: Path, mesh: Mesh) -> Any:
-    """Compiles an exported program for the devices of `mesh`; caches are donated to it."""
+    """An exported program, lowered for the devices of `mesh`; caches are donated to it."""
     exported = jax.export.deserialize(bytearray((folder / job.file).read_bytes()))
     params, state, batch = piece.arguments(job)
     first = len(jax.tree.leaves(params))
@@ -177,7 +177,7 @@ def load(piece: Slice, job: Job, folder: Path, mesh: Mesh) -> Any:
         _placed(state, whole(piece, job, mesh)),
         _placed(batch, whole(piece, job, mesh)),
     )
-    return program.lower(*jax.tree.leaves(shapes)).compile()
+    return program.lower(*jax.tree.leaves(shapes))
 
 
 def _placed(tree: Any, sharding: Any) -> Any:

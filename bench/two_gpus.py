@@ -50,7 +50,6 @@ from ds41jax.model.sharding import find_cards
 TESTS = Path(__file__).parent.parent / "tests"
 SUM_ROWS = (1, 6, 16, 96, 2048)
 CHAIN = 16  # sums in one program
-COMPILERS = 12  # programs compiled at once
 
 
 @dataclasses.dataclass
@@ -61,6 +60,7 @@ class Bench:
     programs: Path
     out: Path
     deadline: float
+    compilers: int
     records: list[dict[str, Any]] = dataclasses.field(default_factory=list)
     expected: dict[tuple[int, Phase], np.ndarray] = dataclasses.field(default_factory=dict)
 
@@ -140,8 +140,9 @@ def sums(bench: Bench) -> None:
         x = jax.ShapeDtypeStruct((rows, 5120), dtype, sharding=everywhere)
         return jax.jit(program).lower(x).compile()
 
-    jobs = [(f, r, d) for f in FORMS for d in (jnp.float32, jnp.bfloat16) for r in SUM_ROWS]
-    with ThreadPoolExecutor(COMPILERS) as pool:
+    counts = [rows for rows in SUM_ROWS if rows <= bench.piece.prefill_rows]
+    jobs = [(f, r, d) for f in FORMS for d in (jnp.float32, jnp.bfloat16) for r in counts]
+    with ThreadPoolExecutor(bench.compilers) as pool:
         programs = list(pool.map(compiled, jobs))
     for (form, rows, dtype), program in zip(jobs, programs, strict=True):
         x = jax.device_put(np.ones((rows, 5120), dtype), everywhere)
@@ -152,8 +153,9 @@ def sums(bench: Bench) -> None:
 def slices(bench: Bench) -> None:
     """Every program of the slice, those of one layout after the other."""
     mesh, jobs = find_cards(2).mesh, bench.piece.jobs()
-    pool = ThreadPoolExecutor(COMPILERS)
-    pending = {job: pool.submit(load, bench.piece, job, bench.programs, mesh) for job in jobs}
+    pool = ThreadPoolExecutor(bench.compilers)
+    lowered = {job: load(bench.piece, job, bench.programs, mesh) for job in jobs}
+    pending = {job: pool.submit(program.compile) for job, program in lowered.items()}
     for layout in LAYOUTS:
         mine = [job for job in jobs if job.layout == layout]
         params = make_params(bench.piece, mine[0], mesh)
@@ -253,6 +255,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
     parser.add_argument("--seconds", type=float, default=3600, help="begin nothing after them")
+    parser.add_argument("--compilers", type=int, default=1, help="programs compiled at once")
     parser.add_argument("--small", action="store_true", help="a toy geometry, for the CPU")
     options = parser.parse_args()
     piece = make_slice(options.small)
@@ -264,7 +267,8 @@ def main() -> None:
         return
     if options.out is None or options.programs is None or jax.device_count() < 2:
         parser.error(f"give --programs and --out, and two devices ({jax.device_count()} seen)")
-    bench = Bench(piece, options.programs, options.out, time.monotonic() + options.seconds)
+    deadline = time.monotonic() + options.seconds
+    bench = Bench(piece, options.programs, options.out, deadline, options.compilers)
     for name in options.parts:
         begun = time.perf_counter()
         with bench.guard(name):

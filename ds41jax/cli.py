@@ -8,6 +8,12 @@ import jax
 
 from ds41jax import compute_arguments, plan_command, qualify_command
 from ds41jax.cache_folder import cache_folder
+from ds41jax.card_arguments import (
+    add_card_arguments,
+    add_host_arguments,
+    join_hosts,
+    split_parts,
+)
 from ds41jax.checkpoint import make_command
 from ds41jax.compute_arguments import compute_of, described
 from ds41jax.engine.generate import GenerateOptions, Progress, stream_text
@@ -80,6 +86,8 @@ def _add_generate_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--prefill", choices=("bounded", "exact"), default="bounded")
     compute_arguments.add_arguments(parser)
     parser.add_argument("--raw", action="store_true", help="continue the text as it stands")
+    add_card_arguments(parser)
+    add_host_arguments(parser)
     parser.set_defaults(run=_generate)
 
 
@@ -92,13 +100,19 @@ def _generate(args: argparse.Namespace) -> int:
         bounded=args.prefill == "bounded",
         raw=args.raw,
         compute=compute_of(args),
+        cards=args.cards,
+        split=split_parts(args),
     )
     print(described(options.compute), file=sys.stderr)
+    hosts = join_hosts(args)
+    out = sys.stdout if hosts is None or hosts.first else None
     progress = Progress()
     for piece in stream_text(args.prompt, args.model, options, progress):
-        print(piece, end="", flush=True)
-    print()
-    print(summary(progress), file=sys.stderr)
+        if out:  # the other hosts compute the same, and say nothing
+            print(piece, end="", flush=True, file=out)
+    if out:
+        print(file=out)
+        print(summary(progress), file=sys.stderr)
     return 0
 
 

@@ -2,16 +2,18 @@
 
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import jax
 import numpy as np
 
-from ds41jax.engine.loading import Model, load_model
+from ds41jax.engine.loading import Model, load_model, on_cards
 from ds41jax.engine.sampling import SamplingParams, choose_tokens, sampling_rows
 from ds41jax.engine.session import Prompt, Session
+from ds41jax.kernels.cards import ALL_PARTS, Cards, Part
 from ds41jax.kernels.compute import Compute, default_compute
+from ds41jax.model.sharding import find_cards
 from ds41jax.prompt import encode_chat
 from ds41jax.tokenizer import StreamDecoder
 
@@ -27,6 +29,8 @@ class GenerateOptions:
       bounded: prefill the layers past the last KV source on the prompt's last window only.
       raw: continue the text as it is, rather than answer it as a user's turn.
       compute: rounding and kernels; Pallas kernels on an NVIDIA GPU unless something else is given.
+      cards: devices that hold the model together, those of other hosts included.
+      split: what is split over them.
     """
 
     max_tokens: int = 128
@@ -35,10 +39,16 @@ class GenerateOptions:
     bounded: bool = True
     raw: bool = False
     compute: Compute = field(default_factory=default_compute)
+    cards: int = 1
+    split: frozenset[Part] = ALL_PARTS
 
     def __post_init__(self) -> None:
         if self.max_tokens < 1:
             raise ValueError(f"max_tokens must be at least 1, not {self.max_tokens}")
+
+    def find_cards(self) -> Cards | None:
+        """The cards to split over, or None for one; raises `ValueError` if they are not there."""
+        return None if self.cards == 1 else find_cards(self.cards, self.split)
 
 
 @dataclass
@@ -86,7 +96,7 @@ def generate(
       ValueError: saying what is wrong with the prompt, the options or the checkpoint.
     """
     options = options or GenerateOptions()
-    model = resolve_model(model)
+    model = resolve_model(model, options.find_cards())
     progress, ids = Progress(), []
     for token in stream_tokens(prompt, model, options, progress):
         ids.append(token)
@@ -103,7 +113,7 @@ def stream_text(
 ) -> Iterator[str]:
     """Yields pieces of text as they are generated; whole characters only. See `generate`."""
     options = options or GenerateOptions()
-    model = resolve_model(model)
+    model = resolve_model(model, options.find_cards())
     if model.tokenizer is None:
         raise ValueError(f"{model.path} has no tokenizer.json, which text needs")
     decoder = StreamDecoder(model.tokenizer)
@@ -113,15 +123,15 @@ def stream_text(
             yield piece
 
 
-def resolve_model(model: Model | str | Path | None) -> Model:
-    """A loaded model: the one given, that of a folder, or the default one."""
+def resolve_model(model: Model | str | Path | None, cards: Cards | None = None) -> Model:
+    """A loaded model over the cards: the one given, that of a folder, or the default one."""
     if isinstance(model, Model):
-        return model
+        return on_cards(model, cards)
     if model is None:
         from ds41jax.engine.default_model import default_model_path
 
         model = default_model_path()
-    return load_model(model)
+    return load_model(model, cards=cards)
 
 
 def prompt_ids(prompt: str | Sequence[int], model: Model, options: GenerateOptions) -> list[int]:
@@ -154,7 +164,8 @@ def stream_tokens(
     ids = prompt_ids(prompt, model, options)
     dspark = options.dspark and model.params.drafter is not None
     block = model.config.dspark_block_size if dspark else 0
-    session = Session(model, len(ids) + options.max_tokens + block, options.compute)
+    compute = replace(options.compute, cards=options.find_cards())
+    session = Session(model, len(ids) + options.max_tokens + block, compute)
     progress.prompt_tokens = len(ids)
     start = time.perf_counter()
     result = session.prefill(Prompt.of_text(ids), bounded=options.bounded)[-1]

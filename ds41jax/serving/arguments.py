@@ -13,10 +13,10 @@ from ds41jax import compute_arguments
 from ds41jax.cache.planner import state_bytes
 from ds41jax.cache.pool import PageLayout
 from ds41jax.cache.radix import Reuse
+from ds41jax.card_arguments import add_card_arguments, split_parts
 from ds41jax.config import ModelConfig
 from ds41jax.drafting.registry import POLICIES, make_policy
 from ds41jax.engine.options import MAX_ACTIVE, EngineOptions
-from ds41jax.kernels.cards import Part
 from ds41jax.model.state import PAGE_ROWS
 from ds41jax.plan_command import size_in_bytes
 from ds41jax.serving.server import ALIASES, MAX_OUTPUT_TOKENS, MODEL_NAME, ServerOptions
@@ -90,9 +90,7 @@ def _add_engine_arguments(group: argparse._ArgumentGroup) -> None:
     add("--dspark-policy", choices=sorted(POLICIES), default="fixed")
     add("--dspark-fixed", action="store_const", dest="dspark_policy", const="fixed")
     add("--dspark-draft-limit", type=_whole(1, 7), default=5, metavar="N")
-    add("--cards", type=_whole(1, 8), default=1, metavar="N", help="GPUs that share the model")
-    parts = [part.value for part in Part]
-    add("--split", action="append", choices=parts, help="what they share (again for more): all")
+    add_card_arguments(group)
     add("--warm-up", action=switch, default=True, help="compile before the first request")
     compute_arguments.add_arguments(group)
     add("--memory-reservation", type=size_in_bytes, metavar="SIZE", help="for the plan")
@@ -163,7 +161,7 @@ def engine_options(args: argparse.Namespace, config: ModelConfig) -> EngineOptio
         warm_up=args.warm_up,
         compute=compute_arguments.compute_of(args),
         cards=args.cards,
-        split=frozenset(map(Part, args.split or Part)),
+        split=split_parts(args),
     )
     options.check(config)
     return options
