@@ -6,7 +6,6 @@ A program is traced where there is time (`export`, without a GPU) and taken up w
 
 import contextlib
 import dataclasses
-import functools
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -66,6 +65,7 @@ class Slice:
     decode: tuple[tuple[int, int], ...]  # rows, sequences
     context: int
     prefill_rows: int
+    measuring_seconds: float = 40  # of all of it, once everything is compiled
 
     def jobs(self) -> list[Job]:
         """In the order in which they are worth having."""
@@ -210,14 +210,15 @@ def whole(piece: Slice, job: Job, mesh: Mesh) -> Any:
     return NamedSharding(mesh, P())
 
 
-def make_params(piece: Slice, job: Job, mesh: Mesh) -> Params:
-    """Random weights, equal whatever the layout, made where they lie."""
+def weights(piece: Slice, job: Job, mesh: Mesh) -> Any:
+    """A lowered program of random weights, equal whatever the layout, made where they lie."""
     specs, tree = jax.tree.flatten(param_specs(piece.config), is_leaf=is_spec)
-    made = []
-    for i, (spec, target) in enumerate(
-        zip(specs, jax.tree.leaves(placements(piece, job, mesh)), strict=True)
-    ):
-        make = functools.partial(random_leaf, spec, 7 * i + 1)
-        made.append(jax.jit(make, out_shardings=target)())
-    params: Params = jax.tree.unflatten(tree, made)
-    return params
+
+    def make() -> Params:
+        made = [random_leaf(spec, 7 * i + 1) for i, spec in enumerate(specs)]
+        params: Params = jax.tree.unflatten(tree, made)
+        return params
+
+    shapes, _, _ = piece.arguments(job)
+    targets = _placed(shapes, placements(piece, job, mesh))
+    return jax.jit(make, out_shardings=jax.tree.map(lambda x: x.sharding, targets)).lower()

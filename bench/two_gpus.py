@@ -4,11 +4,11 @@ First `--export DIR` where JAX 0.11 is and no GPU need be: it traces every progr
 machine of two GPUs, `--programs DIR --out FILE`. Parts, each written to the JSON as soon as it is
 done and each failing alone (the record then holds the error):
 
-  sums      a sum over two cards of 1 to 2,048 rows of 5,120, alone
+  equality  the tiny checkpoint's recorded logits on one card and on two
   slice     decode and prefill of one layer of each kind and the head, on one card and on two with
             attention, experts and vocabulary split, alone and together: time, and how near the
             logits are to one card's; a reader's layer with its sums and without
-  equality  the tiny checkpoint's recorded logits on one card and on two
+  sums      a sum over two cards of 1 to 2,048 rows of 5,120, alone
 
 Another part is another function of `PARTS`. On a CPU, `--small` and
 XLA_FLAGS=--xla_force_host_platform_device_count=2 try every line on a toy geometry.
@@ -24,7 +24,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +37,7 @@ from jax import lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from layers_gpu import six_layers
-from slice_programs import LAYOUTS, Job, Slice, export, load, make_params, whole
+from slice_programs import LAYOUTS, Job, Slice, export, load, weights, whole
 from timing import relative_error, write_results
 
 from ds41jax.config import ModelConfig, load_config
@@ -60,7 +60,9 @@ class Bench:
     programs: Path
     out: Path
     deadline: float
-    compilers: int
+    pool: ThreadPoolExecutor
+    pending: dict[Job, Future[Any]] = dataclasses.field(default_factory=dict)
+    weights: dict[str, Future[Any]] = dataclasses.field(default_factory=dict)
     records: list[dict[str, Any]] = dataclasses.field(default_factory=list)
     expected: dict[tuple[int, Phase], np.ndarray] = dataclasses.field(default_factory=dict)
 
@@ -142,43 +144,49 @@ def sums(bench: Bench) -> None:
 
     counts = [rows for rows in SUM_ROWS if rows <= bench.piece.prefill_rows]
     jobs = [(f, r, d) for f in FORMS for d in (jnp.float32, jnp.bfloat16) for r in counts]
-    with ThreadPoolExecutor(bench.compilers) as pool:
-        programs = list(pool.map(compiled, jobs))
+    programs = list(bench.pool.map(compiled, jobs))
     for (form, rows, dtype), program in zip(jobs, programs, strict=True):
         x = jax.device_put(np.ones((rows, 5120), dtype), everywhere)
         us = step_seconds(functools.partial(program, x), 4) / CHAIN * 1e6
         bench.add("sum alone", form=form, rows=rows, dtype=jnp.dtype(dtype).name, us=round(us, 2))
 
 
-def slices(bench: Bench) -> None:
-    """Every program of the slice, those of one layout after the other."""
+def begin(bench: Bench) -> None:
+    """Hands every program of the slice to the compilers, so that other parts need not wait."""
     mesh, jobs = find_cards(2).mesh, bench.piece.jobs()
-    pool = ThreadPoolExecutor(bench.compilers)
-    lowered = {job: load(bench.piece, job, bench.programs, mesh) for job in jobs}
-    pending = {job: pool.submit(program.compile) for job, program in lowered.items()}
+    first = {layout: next(job for job in jobs if job.layout == layout) for layout in LAYOUTS}
+    lowered = {layout: weights(bench.piece, job, mesh) for layout, job in first.items()}
+    bench.weights = {k: bench.pool.submit(program.compile) for k, program in lowered.items()}
+    for job in jobs:
+        program = load(bench.piece, job, bench.programs, mesh)
+        bench.pending[job] = bench.pool.submit(program.compile)
+
+
+def slices(bench: Bench) -> None:
+    """Every program of the slice, those of one layout after the other, with the compilers idle."""
+    begun = time.perf_counter()
+    done, _ = wait(bench.pending.values(), timeout=bench.left - bench.piece.measuring_seconds)
+    waited = round(time.perf_counter() - begun, 1)
+    bench.add("compiled", programs=len(done), of=len(bench.pending), waited=waited)
     for layout in LAYOUTS:
-        mine = [job for job in jobs if job.layout == layout]
-        params = make_params(bench.piece, mine[0], mesh)
-        for job in mine:
+        params = bench.weights[layout].result(timeout=bench.left)()
+        for job in (job for job in bench.pending if job.layout == layout):
             with bench.guard(job.what, layout=layout, rows=job.rows, phase=job.phase.value):
-                measure(bench, job, pending[job], params)
+                measure(bench, job, params)
         del params
-    pool.shutdown(wait=False, cancel_futures=True)
 
 
-def measure(bench: Bench, job: Job, pending: Future[Any], params: Params) -> None:
+def measure(bench: Bench, job: Job, params: Params) -> None:
     """Times a program; of a whole slice also compares the logits with one card's."""
-    mesh, begun = find_cards(2).mesh, time.perf_counter()
-    program = pending.result(timeout=bench.left)
-    waited = time.perf_counter() - begun
+    mesh, program = find_cards(2).mesh, bench.pending[job].result(timeout=0)
     everywhere = whole(bench.piece, job, mesh)
     state = jax.jit(bench.piece.caches(job), out_shardings=everywhere)()
-    weights = jax.tree.leaves(params)
+    held_weights = jax.tree.leaves(params)
     batch = jax.tree.leaves(jax.device_put(bench.piece.batch(job), everywhere))
     held = [jax.tree.leaves(state)]
 
     def run() -> jax.Array:
-        *held[0], out = program(*weights, *held[0], *batch)
+        *held[0], out = program(*held_weights, *held[0], *batch)
         return out
 
     first = run()
@@ -201,7 +209,6 @@ def measure(bench: Bench, job: Job, pending: Future[Any], params: Params) -> Non
         sequences=job.sequences,
         phase=job.phase.value,
         ms=round(seconds * 1e3, 4),
-        waited_for_compiler=round(waited, 1),
         **fields,
     )
 
@@ -230,10 +237,10 @@ def equality(bench: Bench) -> None:
             )
 
 
-PARTS: dict[str, Callable[[Bench], None]] = {
-    "sums": sums,
-    "slice": slices,
+PARTS: dict[str, Callable[[Bench], None]] = {  # what is not timed runs while programs compile
     "equality": equality,
+    "slice": slices,
+    "sums": sums,
 }
 
 
@@ -268,7 +275,10 @@ def main() -> None:
     if options.out is None or options.programs is None or jax.device_count() < 2:
         parser.error(f"give --programs and --out, and two devices ({jax.device_count()} seen)")
     deadline = time.monotonic() + options.seconds
-    bench = Bench(piece, options.programs, options.out, deadline, options.compilers)
+    pool = ThreadPoolExecutor(options.compilers)
+    bench = Bench(piece, options.programs, options.out, deadline, pool)
+    if "slice" in options.parts:
+        begin(bench)
     for name in options.parts:
         begun = time.perf_counter()
         with bench.guard(name):
