@@ -1,9 +1,10 @@
 """Arguments that several commands share: over which cards, and over which hosts, a model lies."""
 
 import argparse
+from pathlib import Path
 from typing import Any
 
-from ds41jax.engine.hosts import Hosts
+from ds41jax.engine.hosts import read_hosts
 from ds41jax.kernels.cards import Part
 
 MOST_CARDS = 64
@@ -24,11 +25,10 @@ def add_card_arguments(parser: Any) -> None:
 
 
 def add_host_arguments(parser: Any) -> None:
-    """Declares --join, --hosts and --host."""
+    """Declares --hosts and --host."""
     parser.add_argument(
-        "--join", metavar="HOST:PORT", help="run as one of several hosts, which meet there"
+        "--hosts", type=Path, metavar="FILE", help="run as one of several hosts (TOML)"
     )
-    parser.add_argument("--hosts", type=int, default=2, metavar="N", help="how many (with --join)")
     parser.add_argument("--host", type=int, default=0, metavar="I", help="which of them this is")
 
 
@@ -37,15 +37,23 @@ def split_parts(args: argparse.Namespace) -> frozenset[Part]:
     return frozenset(map(Part, args.split or Part))
 
 
-def join_hosts(args: argparse.Namespace) -> Hosts | None:
-    """Meets the other hosts, if there are any; raises `ValueError` or `OSError`."""
-    if args.join is None:
-        return None
-    hosts = Hosts(args.join, args.hosts, args.host)
-    if args.cards < hosts.count:
-        raise ValueError(f"--cards {args.cards} is less than one for each of {hosts.count} hosts")
-    hosts.join()
-    return hosts
+def join_hosts(args: argparse.Namespace) -> bool:
+    """Meets the other hosts, if a file names some, and takes cards and split from it.
+
+    Returns:
+      Whether this host speaks for all.
+
+    Raises:
+      ValueError, OSError: saying what is wrong.
+    """
+    if args.hosts is None:
+        return True
+    if args.cards != 1 or args.split:
+        raise ValueError(f"--cards and --split stand in {args.hosts}: leave them out")
+    deployment = read_hosts(args.hosts)
+    deployment.join(args.host)
+    args.cards, args.split = deployment.cards, [part.value for part in deployment.split]
+    return bool(args.host == 0)
 
 
 def _cards(text: str) -> int:

@@ -92,6 +92,7 @@ def _add_generate_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _generate(args: argparse.Namespace) -> int:
+    speaks = join_hosts(args)
     sampling = SamplingParams(args.temperature, args.top_p, args.top_k, args.min_p, args.seed)
     options = GenerateOptions(
         max_tokens=args.max_tokens,
@@ -104,14 +105,12 @@ def _generate(args: argparse.Namespace) -> int:
         split=split_parts(args),
     )
     print(described(options.compute), file=sys.stderr)
-    hosts = join_hosts(args)
-    out = sys.stdout if hosts is None or hosts.first else None
     progress = Progress()
     for piece in stream_text(args.prompt, args.model, options, progress):
-        if out:  # the other hosts compute the same, and say nothing
-            print(piece, end="", flush=True, file=out)
-    if out:
-        print(file=out)
+        if speaks:  # other hosts compute the same, and say nothing
+            print(piece, end="", flush=True)
+    if speaks:
+        print()
         print(summary(progress), file=sys.stderr)
     return 0
 

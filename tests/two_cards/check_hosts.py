@@ -4,19 +4,21 @@ Run by `tests/test_two_cards.py`, whose process has the two devices that the hos
 compared with.
 """
 
+import json
 import os
 import socket
 import subprocess
 import sys
 from pathlib import Path
 
-import jax
 import pytest
+from paths import ROOT
 
 from ds41jax.checkpoint.presets import tiny_config
 from ds41jax.checkpoint.synthetic import make_checkpoint
 from ds41jax.cli import main
-from ds41jax.engine.hosts import Hosts
+from ds41jax.engine.hosts import read_hosts
+from ds41jax.kernels.cards import ALL_PARTS, Part
 
 MAIN = [sys.executable, "-c", "from ds41jax.cli import main; raise SystemExit(main())"]
 ASKED = ["generate", "why?", "--max-tokens", "12", "--temperature", "0.7", "--seed", "3"]
@@ -37,14 +39,23 @@ def start(arguments: list[str], cache: Path) -> subprocess.Popen[str]:
     return subprocess.Popen([*MAIN, *arguments], env=env, text=True, **pipes)
 
 
+def deployment(file: Path, **changes: object) -> Path:
+    """A file of two hosts, with fields changed."""
+    fields = {"address": "127.0.0.1:9910", "hosts": 2, "cards": 2, "split": ["attention"]}
+    lines = [f"{name} = {json.dumps(value)}" for name, value in (fields | changes).items()]
+    file.write_text("\n".join(lines))
+    return file
+
+
 def test_two_hosts_answer_as_one_with_two_cards(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The same sums in the same order, so the same bits and words; only host 0 speaks."""
-    folder = tmp_path / "tiny"
+    folder, parts = tmp_path / "tiny", [part.value for part in Part]
     make_checkpoint(folder, tiny_config(), seed=0, progress=False)
-    asked = [*ASKED, "--model", str(folder), "--cards", "2"]
-    meet = ["--join", f"127.0.0.1:{free_port()}", "--hosts", "2", "--host"]
+    asked = [*ASKED, "--model", str(folder)]
+    file = deployment(tmp_path / "h.toml", address=f"127.0.0.1:{free_port()}", split=parts)
+    meet = ["--hosts", str(file), "--host"]
     hosts = [start([*asked, *meet, str(index)], tmp_path) for index in range(2)]
     try:
         said = [host.communicate(timeout=SECONDS) for host in hosts]
@@ -52,27 +63,41 @@ def test_two_hosts_answer_as_one_with_two_cards(
         for host in hosts:
             host.kill()
     assert [host.returncode for host in hosts] == [0, 0], said
-    jax.config.update("jax_compilation_cache_dir", str(tmp_path / "compiled"))
-    assert main(asked) == 0
+    assert main([*asked, "--cards", "2"]) == 0
     assert said[0][0] == capsys.readouterr().out
     assert len(said[0][0]) > 1 and said[1][0] == ""
 
 
+def test_the_sample_is_a_deployment() -> None:
+    found = read_hosts(ROOT / "configs" / "two-hosts.toml")
+    assert (found.hosts, found.cards, found.split) == (2, 2, ALL_PARTS)
+
+
 @pytest.mark.parametrize(
-    ("address", "count", "index", "what"),
+    ("changes", "what"),
     [
-        ("nowhere", 2, 0, "HOST:PORT"),
-        ("host:0", 2, 0, "HOST:PORT"),
-        ("host:99999", 2, 0, "HOST:PORT"),
-        ("host:1234", 1, 0, "at least 2 hosts"),
-        ("host:1234", 2, 2, "from 0 to 1"),
+        ({"address": "nowhere"}, "HOST:PORT"),
+        ({"address": "host:0"}, "HOST:PORT"),
+        ({"address": "host:99999"}, "HOST:PORT"),
+        ({"hosts": 1}, "hosts must be at least 2"),
+        ({"cards": 3}, "cards must be a multiple of 2"),
+        ({"cards": "2"}, "cards must be given, as int"),
+        ({"split": ["heads"]}, "heads"),
+        ({"port": 1}, "unknown field port"),
     ],
 )
-def test_hosts_that_cannot_be_are_refused(address: str, count: int, index: int, what: str) -> None:
+def test_hosts_that_cannot_be_are_refused(
+    changes: dict[str, object], what: str, tmp_path: Path
+) -> None:
     with pytest.raises(ValueError, match=what):
-        Hosts(address, count, index)
+        read_hosts(deployment(tmp_path / "h.toml", **changes))
 
 
-def test_fewer_cards_than_hosts_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([*ASKED, "--join", "127.0.0.1:1234", "--cards", "1"]) == 1
-    assert "one for each of 2 hosts" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("more", "what"), [(["--host", "2"], "from 0 to 1"), (["--cards", "2"], "leave them out")]
+)
+def test_arguments_that_contradict_the_file_are_refused(
+    more: list[str], what: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*ASKED, "--hosts", str(deployment(tmp_path / "h.toml")), *more]) == 1
+    assert what in capsys.readouterr().err
