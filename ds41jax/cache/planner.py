@@ -16,6 +16,7 @@ import jax
 from ds41jax.cache.plan_sizes import MAX_GROUPS, group_count
 from ds41jax.cache.pool import PageLayout
 from ds41jax.config import ModelConfig
+from ds41jax.kernels.cards import Cards
 from ds41jax.kernels.compute import REFERENCE, Compute
 from ds41jax.model.params import param_specs, spec_leaves
 from ds41jax.model.state import PAGE_ROWS, CacheShape, init_state
@@ -145,6 +146,31 @@ def weight_bytes(config: ModelConfig) -> Weights:
         drafter=drafter,
         vision=vision,
     )
+
+
+def split_placements(config: ModelConfig, cards: Cards) -> tuple[Placement, ...]:
+    """What each card holds of a model over `cards`: its share of what is split, all of the rest."""
+
+    def held(tree: Any) -> Fraction:
+        whole, share = 0, Fraction(0)
+        for leaf in spec_leaves(tree):
+            size = tree_bytes(leaf.abstract())
+            split = leaf.split is not None and cards.splits(leaf.split.part)
+            whole, share = whole + size, share + Fraction(size, cards.count if split else 1)
+        return share / whole if whole else Fraction(1)
+
+    params = param_specs(config)
+    block = params.layers
+    rest = (block.hc_attn, block.hc_ffn, block.ffn.gate, block.ffn.shared_experts)
+    sources = (params.compressor, params.indexer, params.engram)
+    each = Placement(
+        dense=held((block.attn, rest, sources)),
+        embeddings=held((params.embed, params.head)),
+        routed=held(block.ffn.experts),
+        drafter=held(params.drafter),
+        vision=held(params.vision),
+    )
+    return (each,) * cards.count
 
 
 def state_bytes(config: ModelConfig, compute: Compute = REFERENCE) -> tuple[int, int]:

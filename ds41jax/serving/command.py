@@ -9,7 +9,7 @@ from pathlib import Path
 import jax
 import uvicorn
 
-from ds41jax.cache.planner import PlanOptions, plan_memory
+from ds41jax.cache.planner import PlanOptions, plan_memory, split_placements
 from ds41jax.compute_arguments import described
 from ds41jax.config import ModelConfig, load_config
 from ds41jax.engine.default_model import default_model_path
@@ -123,7 +123,11 @@ def _print_plan(
         reservation_bytes=reservation,
         headroom_bytes=0 if jax.default_backend() == "cpu" else None,
     )
-    print(plan_memory(config, [_device_memory()], wanted, compute=engine.compute).table())
+    cards = engine.find_cards()
+    placements = None if cards is None else split_placements(config, cards)
+    memory = [_device_memory()] * engine.cards
+    plan = plan_memory(config, memory, wanted, placements=placements, compute=engine.compute)
+    print(plan.table())
     sys.stdout.flush()
 
 

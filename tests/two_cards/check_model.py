@@ -5,6 +5,7 @@ Run by `tests/test_two_cards.py` in a process that has two devices.
 
 import dataclasses
 import functools
+from fractions import Fraction
 
 import jax
 import jax.numpy as jnp
@@ -24,6 +25,7 @@ from oracle import (
 from paths import GOLDEN
 from split_runs import LAYOUTS, cards_agree, layout_name, results, split_model
 
+from ds41jax.cache.planner import split_placements, weight_bytes
 from ds41jax.checkpoint import reader
 from ds41jax.kernels.cards import ALL_PARTS, AXIS, Part, sum_of_cards
 from ds41jax.kernels.compute import FLOAT32, REFERENCE, Compute
@@ -147,6 +149,20 @@ def test_what_does_not_split_is_refused_by_name() -> None:
     )
     with pytest.raises(ValueError, match=r"head\.weight: 513 rows"):
         check_split(dataclasses.replace(config, vocab_size=513), find_cards(2))
+
+
+def test_the_plan_counts_the_bytes_that_each_card_holds() -> None:
+    model, cards = split_model(2, ALL_PARTS)
+    each, other = split_placements(model.config, cards)
+    assert each == other
+    held = sum(leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(model.params))
+    sizes = weight_bytes(model.config)
+    shares = {f.name: getattr(each, f.name) for f in dataclasses.fields(each)}
+    routed = sizes.routed_layer * model.config.num_hidden_layers * shares.pop("routed")
+    planned = routed + sum(getattr(sizes, name) * share for name, share in shares.items())
+    norms = 2 * 2 * model.config.num_hidden_layers * model.config.hidden_size
+    assert abs(planned - held) <= norms  # which the plan takes for split like the rest
+    assert each.routed == each.embeddings == Fraction(1, 2)
 
 
 def test_more_cards_than_devices_are_refused() -> None:
