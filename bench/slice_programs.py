@@ -150,7 +150,7 @@ def export(piece: Slice, job: Job, folder: Path) -> None:
     """Traces a program for the kernels' platform and writes it; needs JAX 0.11 for GPUs."""
     gpu = piece.kernels is Kernels.PALLAS
     mesh = gpu_mesh() if gpu else AbstractMesh((2,), (AXIS,), axis_types=(AxisType.Auto,))
-    leaves, tree = jax.tree.flatten(piece.arguments(job))
+    leaves, tree = jax.tree.flatten(_shapes(piece, job, mesh))
     step = piece.step(job, mesh)
 
     def flat(*leaves: Any) -> list[Any]:
@@ -168,16 +168,19 @@ def export(piece: Slice, job: Job, folder: Path) -> None:
 def load(piece: Slice, job: Job, folder: Path, mesh: Mesh) -> Any:
     """An exported program, lowered for the devices of `mesh`; caches are donated to it."""
     exported = jax.export.deserialize(bytearray((folder / job.file).read_bytes()))
-    params, state, batch = piece.arguments(job)
+    params, state, _ = piece.arguments(job)
     first = len(jax.tree.leaves(params))
     donated = range(first, first + len(jax.tree.leaves(state)))
     program = jax.jit(exported.call, donate_argnums=tuple(donated))
-    shapes = (
-        _placed(params, placements(piece, job, mesh)),
-        _placed(state, whole(piece, job, mesh)),
-        _placed(batch, whole(piece, job, mesh)),
-    )
-    return program.lower(*jax.tree.leaves(shapes))
+    return program.lower(*jax.tree.leaves(_shapes(piece, job, mesh)))
+
+
+def _shapes(piece: Slice, job: Job, mesh: Any) -> tuple[Any, Any, Any]:
+    """A job's arguments with their shardings; without them an export is for one device."""
+    params, state, batch = piece.arguments(job)
+    everywhere = whole(piece, job, mesh)
+    weights = _placed(params, placements(piece, job, mesh))
+    return weights, _placed(state, everywhere), _placed(batch, everywhere)
 
 
 def _placed(tree: Any, sharding: Any) -> Any:
@@ -191,7 +194,7 @@ def _placed(tree: Any, sharding: Any) -> Any:
     )
 
 
-def placements(piece: Slice, job: Job, mesh: Mesh) -> Any:
+def placements(piece: Slice, job: Job, mesh: Any) -> Any:
     """A sharding for every weight."""
     cards = piece.compute(job, mesh).cards
 
@@ -203,7 +206,7 @@ def placements(piece: Slice, job: Job, mesh: Mesh) -> Any:
     return jax.tree.map(of, param_specs(piece.config), is_leaf=is_spec)
 
 
-def whole(piece: Slice, job: Job, mesh: Mesh) -> Any:
+def whole(piece: Slice, job: Job, mesh: Any) -> Any:
     """The sharding of what every card of a job has all of."""
     if piece.compute(job, mesh).cards is None:
         return SingleDeviceSharding(jax.devices()[0])
