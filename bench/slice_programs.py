@@ -1,26 +1,21 @@
-"""Step programs of an official-geometry slice over one or two cards, and their data.
-
-A program is traced where there is time (`export`, without a GPU) and taken up where it runs
-(`load`): tracing a slice for every layout takes minutes that a lent GPU need not wait for.
-"""
+"""Step programs of an official-geometry slice over one or two cards, and their data."""
 
 import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, SingleDeviceSharding
+from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
-from layers_gpu import decode_batch, random_caches, random_leaf
+from layers_gpu import decode_batch, random_caches, random_leaf, six_layers
 
 from ds41jax.config import ModelConfig
 from ds41jax.engine import steps
-from ds41jax.kernels.cards import ALL_PARTS, AXIS, Cards, Part
+from ds41jax.kernels.cards import ALL_PARTS, Cards, Part
 from ds41jax.kernels.compute import Compute, Kernels, Phase
 from ds41jax.model import attention, backbone, moe
 from ds41jax.model.hyper_connections import initial_pre
@@ -36,8 +31,23 @@ LAYOUTS: dict[str, frozenset[Part] | None] = {
     "experts": frozenset({Part.EXPERTS}),
     "vocabulary": frozenset({Part.VOCABULARY}),
 }
-READER = 4  # of `six_layers`: neither writes global rows nor selects
-TRITON = jax.export.DisabledSafetyCheck.custom_call("__gpu$xla.gpu.triton")
+READER = 2  # of `three_layers`: neither writes global rows nor selects
+
+
+def three_layers() -> ModelConfig:
+    """The official sizes with a window-only layer, a source of every token, and its reader.
+
+    A reader is what most of the forty layers are. More layers would compile longer than a lent
+    pair of GPUs waits.
+    """
+    return dataclasses.replace(
+        six_layers(),
+        num_hidden_layers=3,
+        compress_ratios=(0, 1, 1),
+        kv_source_layer_ids=(1,),
+        index_source_layer_ids=(1,),
+        candidate_source_layer_id=1,
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,11 +59,6 @@ class Job:
     sequences: int
     phase: Phase
     what: str = "slice"  # or "layer", "layer without sums"
-
-    @property
-    def file(self) -> str:
-        name = f"{self.what}-{self.layout}-{self.rows}-{self.phase.value}".replace(" ", "_")
-        return f"{name}.stablehlo"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -138,45 +143,15 @@ def no_sums() -> Iterator[None]:
         yield
 
 
-def gpu_mesh() -> AbstractMesh:
-    """Two H200s that need not be there."""
-    from jax.sharding import AbstractDevice
-
-    device = AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="cuda")
-    return AbstractMesh((2,), (AXIS,), axis_types=(AxisType.Auto,), abstract_device=device)
-
-
-def export(piece: Slice, job: Job, folder: Path) -> None:
-    """Traces a program for the kernels' platform and writes it; needs JAX 0.11 for GPUs."""
-    gpu = piece.kernels is Kernels.PALLAS
-    mesh = gpu_mesh() if gpu else AbstractMesh((2,), (AXIS,), axis_types=(AxisType.Auto,))
-    leaves, tree = jax.tree.flatten(_shapes(piece, job, mesh))
-    step = piece.step(job, mesh)
-
-    def flat(*leaves: Any) -> list[Any]:
-        return jax.tree.leaves(step(*jax.tree.unflatten(tree, leaves)))
-
-    platform = "cuda" if gpu else "cpu"
-    with (
-        jax.sharding.use_abstract_mesh(mesh) if gpu else contextlib.nullcontext(),
-        no_sums() if job.what == "layer without sums" else contextlib.nullcontext(),
-    ):
-        make = jax.export.export(jax.jit(flat), platforms=[platform], disabled_checks=[TRITON])
-        (folder / job.file).write_bytes(make(*leaves).serialize())
-
-
-def load(piece: Slice, job: Job, folder: Path, mesh: Mesh) -> Any:
-    """An exported program, lowered for the devices of `mesh`; caches are donated to it."""
-    exported = jax.export.deserialize(bytearray((folder / job.file).read_bytes()))
-    params, state, _ = piece.arguments(job)
-    first = len(jax.tree.leaves(params))
-    donated = range(first, first + len(jax.tree.leaves(state)))
-    program = jax.jit(exported.call, donate_argnums=tuple(donated))
-    return program.lower(*jax.tree.leaves(_shapes(piece, job, mesh)))
+def lower(piece: Slice, job: Job, mesh: Mesh) -> Any:
+    """A program for the devices of `mesh`, traced; caches are donated to it."""
+    with no_sums() if job.what == "layer without sums" else contextlib.nullcontext():
+        step = jax.jit(piece.step(job, mesh), donate_argnums=1)
+        return step.lower(*_shapes(piece, job, mesh))
 
 
 def _shapes(piece: Slice, job: Job, mesh: Any) -> tuple[Any, Any, Any]:
-    """A job's arguments with their shardings; without them an export is for one device."""
+    """A job's arguments with their shardings."""
     params, state, batch = piece.arguments(job)
     everywhere = whole(piece, job, mesh)
     weights = _placed(params, placements(piece, job, mesh))

@@ -1,13 +1,12 @@
 """One model on two GPUs: equal results, what a sum over the cards costs, what a split gains.
 
-First `--export DIR` where JAX 0.11 is and no GPU need be: it traces every program. Then, on a
-machine of two GPUs, `--programs DIR --out FILE`. Parts, each written to the JSON as soon as it is
-done and each failing alone (the record then holds the error):
+Parts, each written to the JSON as soon as it is done and each failing alone (the record then holds
+the error):
 
   equality  the tiny checkpoint's recorded logits on one card and on two
-  slice     decode and prefill of one layer of each kind and the head, on one card and on two with
-            attention, experts and vocabulary split, alone and together: time, and how near the
-            logits are to one card's; a reader's layer with its sums and without
+  slice     decode and prefill of three layers and the head, on one card and on two with attention,
+            experts and vocabulary split, alone and together: time, and how near the logits are to
+            one card's; a reader's layer with its sums and without
   sums      a sum over two cards of 1 to 2,048 rows of 5,120, alone
 
 Another part is another function of `PARTS`. On a CPU, `--small` and
@@ -36,8 +35,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-from layers_gpu import six_layers
-from slice_programs import LAYOUTS, Job, Slice, export, load, weights, whole
+from slice_programs import LAYOUTS, Job, Slice, lower, three_layers, weights, whole
 from timing import relative_error, write_results
 
 from ds41jax.config import ModelConfig, load_config
@@ -57,7 +55,6 @@ class Bench:
     """What the parts share: the slice, the time left, and the record."""
 
     piece: Slice
-    programs: Path
     out: Path
     deadline: float
     pool: ThreadPoolExecutor
@@ -90,8 +87,8 @@ class Bench:
 
 
 def small_layers() -> ModelConfig:
-    """The kinds of `six_layers` in the tiny checkpoint's sizes."""
-    tiny, official = load_config(TESTS / "golden" / "tiny"), six_layers()
+    """The kinds of `three_layers` in the tiny checkpoint's sizes."""
+    tiny, official = load_config(TESTS / "golden" / "tiny"), three_layers()
     kept = ("num_hidden_layers", "compress_ratios", "kv_source_layer_ids")
     kept += ("index_source_layer_ids", "candidate_source_layer_id", "engram_layer_ids")
     kept += ("engram_num_embeddings", "num_nextn_predict_layers", "dspark_target_layer_ids")
@@ -102,7 +99,7 @@ def make_slice(small: bool) -> Slice:
     if small:
         return Slice(small_layers(), Kernels.JNP, ((1, 1), (4, 2)), 512, 32)
     steps = ((1, 1), (6, 1), (16, 16), (96, 16))
-    return Slice(six_layers(), Kernels.PALLAS, steps, 16384, 2048)
+    return Slice(three_layers(), Kernels.PALLAS, steps, 16384, 2048)
 
 
 def step_seconds(run: Callable[[], Any], repeats: int, rounds: int = 5) -> float:
@@ -152,14 +149,19 @@ def sums(bench: Bench) -> None:
 
 
 def begin(bench: Bench) -> None:
-    """Hands every program of the slice to the compilers, so that other parts need not wait."""
+    """Traces every program of the slice and hands it to the compilers."""
     mesh, jobs = find_cards(2).mesh, bench.piece.jobs()
+    begun = time.perf_counter()
     first = {layout: next(job for job in jobs if job.layout == layout) for layout in LAYOUTS}
     lowered = {layout: weights(bench.piece, job, mesh) for layout, job in first.items()}
     bench.weights = {k: bench.pool.submit(program.compile) for k, program in lowered.items()}
     for job in jobs:
-        program = load(bench.piece, job, bench.programs, mesh)
-        bench.pending[job] = bench.pool.submit(program.compile)
+        if bench.left < bench.piece.measuring_seconds:
+            break
+        with bench.guard(job.what, layout=job.layout, rows=job.rows, phase=job.phase.value):
+            program = lower(bench.piece, job, mesh)
+            bench.pending[job] = bench.pool.submit(program.compile)
+    bench.add("traced", programs=len(bench.pending), seconds=round(time.perf_counter() - begun, 1))
 
 
 def slices(bench: Bench) -> None:
@@ -181,12 +183,10 @@ def measure(bench: Bench, job: Job, params: Params) -> None:
     mesh, program = find_cards(2).mesh, bench.pending[job].result(timeout=0)
     everywhere = whole(bench.piece, job, mesh)
     state = jax.jit(bench.piece.caches(job), out_shardings=everywhere)()
-    held_weights = jax.tree.leaves(params)
-    batch = jax.tree.leaves(jax.device_put(bench.piece.batch(job), everywhere))
-    held = [jax.tree.leaves(state)]
+    batch, held = jax.device_put(bench.piece.batch(job), everywhere), [state]
 
     def run() -> jax.Array:
-        *held[0], out = program(*held_weights, *held[0], *batch)
+        held[0], out = program(params, held[0], batch)
         return out
 
     first = run()
@@ -257,26 +257,18 @@ def table(records: list[dict[str, Any]]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--export", type=Path, metavar="DIR", help="trace the slice's programs")
-    parser.add_argument("--programs", type=Path, metavar="DIR", help="what --export wrote")
-    parser.add_argument("--out", type=Path)
+    parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
     parser.add_argument("--seconds", type=float, default=3600, help="begin nothing after them")
     parser.add_argument("--compilers", type=int, default=1, help="programs compiled at once")
     parser.add_argument("--small", action="store_true", help="a toy geometry, for the CPU")
     options = parser.parse_args()
     piece = make_slice(options.small)
-    if options.export:
-        options.export.mkdir(parents=True, exist_ok=True)
-        for job in piece.jobs():
-            export(piece, job, options.export)
-            print(job.file, (options.export / job.file).stat().st_size, flush=True)
-        return
-    if options.out is None or options.programs is None or jax.device_count() < 2:
-        parser.error(f"give --programs and --out, and two devices ({jax.device_count()} seen)")
+    if jax.device_count() < 2:
+        parser.error(f"two devices are needed, JAX sees {jax.device_count()}")
     deadline = time.monotonic() + options.seconds
     pool = ThreadPoolExecutor(options.compilers)
-    bench = Bench(piece, options.programs, options.out, deadline, pool)
+    bench = Bench(piece, options.out, deadline, pool)
     if "slice" in options.parts:
         begin(bench)
     for name in options.parts:

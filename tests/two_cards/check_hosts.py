@@ -21,8 +21,9 @@ from ds41jax.engine.hosts import read_hosts
 from ds41jax.kernels.cards import ALL_PARTS, Part
 
 MAIN = [sys.executable, "-c", "from ds41jax.cli import main; raise SystemExit(main())"]
-ASKED = ["generate", "why?", "--max-tokens", "12", "--temperature", "0.7", "--seed", "3"]
-SECONDS = 300
+ASKED = ["generate", "why?", "--max-tokens", "6", "--temperature", "0.7", "--seed", "3"]
+ASKED += ["--no-dspark", "--prefill", "exact"]  # few programs, which each host compiles
+SECONDS = 900
 
 
 def free_port() -> int:
@@ -37,6 +38,12 @@ def start(arguments: list[str], cache: Path) -> subprocess.Popen[str]:
     env = {**kept, "JAX_PLATFORMS": "cpu", "XDG_CACHE_HOME": str(cache)}
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     return subprocess.Popen([*MAIN, *arguments], env=env, text=True, **pipes)
+
+
+def words(out: str) -> str:
+    """What the command said; the transport of CPU collectives reports its links there too."""
+    lines = out.splitlines(keepends=True)
+    return "".join(line for line in lines if not line.startswith("[Gloo]"))
 
 
 def deployment(file: Path, **changes: object) -> Path:
@@ -64,8 +71,9 @@ def test_two_hosts_answer_as_one_with_two_cards(
             host.kill()
     assert [host.returncode for host in hosts] == [0, 0], said
     assert main([*asked, "--cards", "2"]) == 0
-    assert said[0][0] == capsys.readouterr().out
-    assert len(said[0][0]) > 1 and said[1][0] == ""
+    first, other = (words(out) for out, _ in said)
+    assert first == capsys.readouterr().out
+    assert len(first) > 1 and other == ""
 
 
 def test_the_sample_is_a_deployment() -> None:
