@@ -26,7 +26,7 @@ KEEP_ALIVE_SECONDS = 75
 MAX_CONNECTIONS = 1024
 # The engine's thread and the server's share the interpreter. At Python's own 5 ms, a token that is
 # ready could wait as long for the other thread's work between two rounds.
-SWITCH_SECONDS = 0.0005
+SWITCH_SECONDS = 0.0001
 MAX_VIEWER_MESSAGE = 4096  # a viewer of the console has nothing to say
 
 

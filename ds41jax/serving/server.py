@@ -115,14 +115,10 @@ class Server:
         self.activity = Activity(options.console_text, engine.observe)
         self.started = time.time()
         self.draining = False
+        suffix = "-dspark" if options.speculative else ""
+        self.fingerprint = f"ds41jax-{ds41jax.__version__}{suffix}"  # what the answers are made with
 
     @property
     def config(self) -> ModelConfig:
         """The model's numbers."""
         return self.engine.model.config
-
-    @property
-    def fingerprint(self) -> str:
-        """What the answers are made with."""
-        suffix = "-dspark" if self.options.speculative else ""
-        return f"ds41jax-{ds41jax.__version__}{suffix}"
