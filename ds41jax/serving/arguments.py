@@ -67,7 +67,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the command's arguments."""
     add = parser.add_argument
     add("--config", metavar="FILE", action=ConfigFile, help="options as TOML; later ones win")
-    add("--model", metavar="DIR", help="checkpoint; a small random one if left out")
+    add("--model", metavar="DIR", help="checkpoint; the built-in nano model if left out")
     add("--listen", metavar="HOST:PORT", default="0.0.0.0:8000", help="default: %(default)s")
     add("--dry-run", action="store_true", help="print the plan and every check, then stop")
     _add_engine_arguments(parser.add_argument_group("engine"))
