@@ -115,8 +115,9 @@ class Server:
         self.activity = Activity(options.console_text, engine.observe)
         self.started = time.time()
         self.draining = False
+        # What the answers are made with; the version is looked up on disk, so not for each of them.
         suffix = "-dspark" if options.speculative else ""
-        self.fingerprint = f"ds41jax-{ds41jax.__version__}{suffix}"  # what the answers are made with
+        self.fingerprint = f"ds41jax-{ds41jax.__version__}{suffix}"
 
     @property
     def config(self) -> ModelConfig:
