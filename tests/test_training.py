@@ -12,6 +12,7 @@ import pytest
 from ds41jax.checkpoint.presets import slice_config, tiny_config
 from ds41jax.config import parse_config
 from ds41jax.engine.batching import SequenceRows, build_batch
+from ds41jax.engine.loading import load_model
 from ds41jax.formats import Format, Numerics, QuantizedArray, values
 from ds41jax.formats.numerics import steer, straight_through
 from ds41jax.formats.quantized import encode
@@ -25,17 +26,23 @@ from ds41jax.training.batches import Rows, Shape, make_batch, step_batch
 from ds41jax.training.curves import draw, read_log
 from ds41jax.training.draft_forward import draft_in_training
 from ds41jax.training.evaluate import bits_per_byte
-from ds41jax.training.export import encoded_params
+from ds41jax.training.export import encoded_params, export_checkpoint
 from ds41jax.training.losses import drafter_loss, target_forward, target_loss, token_losses
-from ds41jax.training.masters import engram_rows, initial_masters, stored_params
+from ds41jax.training.masters import (
+    checkpoint_masters,
+    engram_rows,
+    initial_masters,
+    stored_params,
+)
 from ds41jax.training.recipe import Recipe
 from ds41jax.training.run import LOG_EVERY, Data, OutOfTime, Run, train_target
 from ds41jax.training.trainer import Phase, drafter_optimiser, interleaved, new_learner
 
 # a layer of each kind: Engram, a paired source, the candidate source, one that selects within
-CONFIG = parse_config(
-    slice_config(tiny_config(), [1, 2, 6, 8], draft_stages=1, vision=True, engram_buckets=101)
+CONFIG_JSON = slice_config(
+    tiny_config(), [1, 2, 6, 8], draft_stages=1, vision=True, engram_buckets=101
 )
+CONFIG = parse_config(CONFIG_JSON)
 SHAPE = Shape(rows=2, length=64)
 FIRST, SECOND = 24, 40  # tokens of the documents of each row
 HASH = EngramHash.from_config(CONFIG, compressed_token_map(byte_tokenizer(512)))
@@ -197,6 +204,15 @@ def test_a_run_lowers_the_loss_and_one_that_was_stopped_goes_on_as_if_it_were_no
     log = [json.loads(line) for line in (tmp_path / "whole" / "log.jsonl").open()]
     losses = [entry["loss"] for entry in log if entry.get("part") == "target"]
     assert len(losses) == 2 and losses[1] < losses[0] - 0.5
+
+
+def test_an_exported_checkpoint_holds_what_was_trained(masters, tmp_path):
+    export_checkpoint(tmp_path / "made", masters, CONFIG_JSON, byte_tokenizer(512))
+    again = checkpoint_masters(tmp_path / "made", CONFIG)
+    assert all(map(np.array_equal, jax.tree.leaves(again.params), jax.tree.leaves(masters.params)))
+    for read, table in zip(again.tables, masters.tables, strict=True):
+        assert np.array_equal(read, values(encode(table, Format.FP8_GROUP)))
+    assert load_model(tmp_path / "made", progress=False).tokenizer is not None
 
 
 def test_the_optimiser_of_the_drafter_takes_its_tree():

@@ -36,7 +36,7 @@ def main() -> int:
     recipe = _recipe(args)
     data = Data(short=_rows(args.data, "short"), long=_rows(args.data, "long"))
     deadline = time.monotonic() + args.seconds
-    run = Run(recipe, config, hash_, data, args.out, deadline)
+    run = Run(recipe, config, hash_, data, args.out, deadline, args.start)
     run.log(
         {"recipe": recipe.to_json(), "device": jax.devices()[0].device_kind, "jax": jax.__version__}
     )
@@ -79,6 +79,9 @@ def _arguments() -> argparse.Namespace:
         "--tokenizer", type=Path, default=Path("ds41jax/nano"), help=f"folder of {TOKENIZER_FILE}"
     )
     parser.add_argument("--out", type=Path, required=True, help="state, log and checkpoint")
+    parser.add_argument(
+        "--start", type=Path, metavar="DIR", help="checkpoint to train on from, instead of nothing"
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--scale", type=float, default=1.0, help="of all numbers of steps")
     parser.add_argument("--seconds", type=float, default=1e9, help="save and stop after this long")

@@ -6,6 +6,7 @@ that the model learns with the weights that it will be shipped with.
 
 import math
 import re
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -13,10 +14,12 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
+from ds41jax.checkpoint.engram_tables import EngramTable
+from ds41jax.checkpoint.reader import load_params, open_engram_tables
 from ds41jax.config import ModelConfig
-from ds41jax.formats import Format, values
+from ds41jax.formats import Format, QuantizedArray, values
 from ds41jax.formats.numerics import Numerics, straight_through
-from ds41jax.formats.quantized import encode
+from ds41jax.formats.quantized import E4M3, encode
 from ds41jax.kernels.compute import Compute
 from ds41jax.model.params import Params, engram_table_specs, param_specs
 from ds41jax.model.tensors import TensorSpec
@@ -82,6 +85,30 @@ def _mix_base(mixes: int) -> jax.Array:
     streams = math.isqrt(mixes + 1) - 1
     pre, post = jnp.full(streams, _PRE_BASE), jnp.zeros(streams)
     return jnp.concatenate([pre, post, _COMB_DIAGONAL * jnp.eye(streams).reshape(-1)])
+
+
+def checkpoint_masters(path: Path, config: ModelConfig) -> Masters:
+    """A checkpoint's values, to train on from there.
+
+    Raises:
+      CheckpointError: if it does not fit the configuration.
+    """
+
+    def value(leaf: Any) -> jax.Array:
+        made: jax.Array = values(leaf)
+        return made
+
+    def rows(table: EngramTable) -> jax.Array:
+        codes = jnp.asarray(table.codes.view(E4M3))
+        return value(QuantizedArray(codes, jnp.asarray(table.scales), format=Format.FP8_GROUP))
+
+    params = load_params(path, config, progress=False)
+    tables = tuple(map(rows, open_engram_tables(path, config)))
+    return Masters(params=jax.tree.map(value, params, is_leaf=_is_quantized), tables=tables)
+
+
+def _is_quantized(leaf: Any) -> bool:
+    return isinstance(leaf, QuantizedArray)
 
 
 def stored_params(masters: Masters, config: ModelConfig, compute: Compute) -> Params:

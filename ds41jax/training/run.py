@@ -20,7 +20,7 @@ from ds41jax.config import ModelConfig
 from ds41jax.kernels.compute import Compute, Kernels
 from ds41jax.model.engram_hash import EngramHash
 from ds41jax.training.batches import Rows, Shape, TrainingBatch, make_batch
-from ds41jax.training.masters import Masters, initial_masters
+from ds41jax.training.masters import Masters, checkpoint_masters, initial_masters
 from ds41jax.training.recipe import SHORT, Recipe, write_log
 from ds41jax.training.trainer import (
     Learner,
@@ -58,6 +58,7 @@ class Run:
     Attributes:
       out: folder of the saved state and the log.
       deadline: `time.monotonic()` at which to save and stop.
+      start: checkpoint whose values the weights begin with; None for random ones.
     """
 
     recipe: Recipe
@@ -66,6 +67,7 @@ class Run:
     data: Data
     out: Path
     deadline: float
+    start: Path | None = None
 
     @property
     def compute(self) -> Compute:
@@ -80,7 +82,7 @@ def train_target(run: Run) -> Masters:
     """Trains everything but the drafter, or loads it if that is done."""
     recipe = run.recipe
     optimiser = target_optimiser(run.config, recipe.rate, recipe.steps)
-    learner = new_learner(initial_masters(run.config, recipe.seed), optimiser)
+    learner = new_learner(_first_masters(run), optimiser)
     path = run.out / TARGET_FILE
     if path.exists():
         learner = load_tree(path, learner)
@@ -96,6 +98,12 @@ def train_target(run: Run) -> Masters:
         learner = _loop(run, "target", learner, order, programs, rows, path)
     masters: Masters = learner.weights
     return masters
+
+
+def _first_masters(run: Run) -> Masters:
+    if run.start is None:
+        return initial_masters(run.config, run.recipe.seed)
+    return checkpoint_masters(run.start, run.config)
 
 
 def _compiled(run: Run, steps: dict[int, Any], learner: Learner) -> dict[int, Future[Any]]:
