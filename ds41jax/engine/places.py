@@ -111,7 +111,7 @@ class Places:
             sequence.pages,
             bank,
             # A copy: a view would keep the step's array alive as long as the snapshot.
-            None if logits is None else np.array(logits[0]),
+            None if logits is None else np.array(logits)[0],
             approximate=sequence.approximate,
         )
         if slot is None:
