@@ -75,12 +75,15 @@ class Bench:
         """Seconds."""
         return self.deadline - time.monotonic()
 
+    def need_time(self) -> None:
+        """Raises `TimeoutError` when nothing more may begin."""
+        if self.left <= 0:
+            raise TimeoutError("no time left")
+
     @contextlib.contextmanager
     def guard(self, part: str, **fields: Any) -> Iterator[None]:
         """Records an error in place of a result and goes on."""
         try:
-            if self.left <= 0:
-                raise TimeoutError("no time left")
             yield
         except Exception as error:
             traceback.print_exc()
@@ -163,7 +166,8 @@ def begin(bench: Bench) -> None:
             bench.caches[key] = bench.pool.submit(make.lower().compile)
     for job in jobs:
         if bench.left < bench.piece.measuring_seconds:
-            break
+            bench.add("untraced", what=job.what, layout=job.layout, rows=job.rows)
+            continue
         with bench.guard(job.what, layout=job.layout, rows=job.rows, phase=job.phase.value):
             program = lower(bench.piece, job, mesh)
             bench.pending[job] = bench.pool.submit(program.compile)
@@ -188,6 +192,7 @@ def slices(bench: Bench) -> None:
 
 def measure(bench: Bench, job: Job, params: Params) -> None:
     """Times a program; of a whole slice also compares the logits with one card's."""
+    bench.need_time()
     patience = max(0.0, bench.left - bench.piece.measuring_seconds / 2)
     mesh, program = find_cards(2).mesh, bench.pending[job].result(timeout=patience)
     everywhere = whole(bench.piece, job, mesh)
@@ -233,6 +238,7 @@ def equality(bench: Bench) -> None:
     layouts = {"one card": (0, ALL_PARTS), "vocabulary": (2, frozenset({Part.VOCABULARY}))}
     for layout, (count, parts) in (layouts | {"all": (2, ALL_PARTS)}).items():
         with bench.guard("equality", layout=layout), jax.default_matmul_precision("highest"):
+            bench.need_time()
             run = split_run(Compute(Numerics.FLOAT32), golden["b13.input_ids"], count, parts)
             logits, _ = run.full(0, len(run.tokens))
             one = logits if one is None else one
@@ -283,6 +289,7 @@ def main() -> None:
     for name in options.parts:
         begun = time.perf_counter()
         with bench.guard(name):
+            bench.need_time()
             PARTS[name](bench)
         bench.add("time", of=name, seconds=round(time.perf_counter() - begun, 1))
     table(bench.records)
