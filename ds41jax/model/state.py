@@ -153,10 +153,11 @@ def put(
     """`store` with rows [T, ...] at `index`, [T] numbers or one for all; out of range is dropped.
 
     On the jnp path small floats are stored as bits, and a single row twice: XLA's CPU backend
-    converts a whole store to scatter FP8 or bfloat16 into it, and copies it to write one row.
+    converts a whole store to scatter FP8 or bfloat16 into it, and copies it to write one row. No
+    gradient passes bits, so training stores plainly.
     """
     rows = rows.astype(store.dtype)
-    if compute.on_gpu:
+    if compute.on_gpu or compute.differentiable:
         return store.at[index].set(rows, mode="drop")
     if rows.shape[0] == 1:
         rows = jnp.repeat(rows, 2, axis=0)
