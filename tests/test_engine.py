@@ -208,7 +208,8 @@ def test_a_prompt_is_only_reused_with_its_own_images():
 
 def test_a_snapshot_comes_back_from_host_memory():
     """The device gave everything up; the host still has the prompt, its rings and its pages."""
-    run = Run(host_snapshots=8, host_tokens=4096)
+    # Patient: the moves compile here, which takes long on a busy machine.
+    run = Run(host_snapshots=8, host_tokens=4096, host_restore_seconds=60.0)
     old = request(prompt(40, 50), 4)
     run.all([old, request(prompt(41, 30), 2)])
     while run.core.cache.host.copying:

@@ -25,6 +25,15 @@ class HostCopier:
         self._pages = jax.tree.map(lambda x: np.zeros((pages, *x.shape), x.dtype), page)
         self._arriving: dict[int, tuple[Any, list[Any]]] = {}
 
+    def warm_up(self) -> None:
+        """Compiles the moves before the first request, on places that are empty and stay so."""
+        device, first = self._device, np.int32(0)
+        slot, page = jax.tree.map(lambda x: x[0], (self._slots, self._pages))
+        device.state = cache_moves.write_slot(device.state, first, slot)
+        device.state = cache_moves.write_page(device.state, first, page)
+        jax.block_until_ready(cache_moves.read_slot(device.state, first))
+        jax.block_until_ready(cache_moves.read_page(device.state, first))
+
     def start(self, ticket: StoreTicket | RestoreTicket) -> None:
         """Begins a store as the caches are now; a restore is dispatched whole."""
         if isinstance(ticket, StoreTicket):

@@ -50,6 +50,8 @@ class Places:
             return None
         pages = self.layout.total_pages(self.options.host_tokens)
         copier = HostCopier(self.device, slots, pages)
+        if self.options.warm_up:
+            copier.warm_up()
         sizes = self.options.host_options(self.config, pages)
         return HostTier(sizes, self.layout, self.pool, copier)
 
