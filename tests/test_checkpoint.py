@@ -155,9 +155,9 @@ def test_loaded_bytes(config):
 
 def test_loading_on_the_cpu_copies_nothing(config, monkeypatch):
     buffers = []
-    empty = reader._aligned_empty
+    empty = reader.aligned_empty
     monkeypatch.setattr(
-        reader, "_aligned_empty", lambda *args: buffers.append(empty(*args)) or buffers[-1]
+        reader, "aligned_empty", lambda *args: buffers.append(empty(*args)) or buffers[-1]
     )
     params = load_params(TINY, config, progress=False)
     loaded = {leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(params)}

@@ -91,6 +91,7 @@ def load_params(
     progress: bool = True,
     device: jax.Device | None = None,
     cards: Cards | None = None,
+    local_layers: int | None = None,
 ) -> Params:
     """Loads all weights but the Engram tables.
 
@@ -100,15 +101,16 @@ def load_params(
       progress: shows the bytes read on stderr.
       device: where the weights go; jax's default device if None.
       cards: over which they are split instead.
+      local_layers: routed experts of the layers from here on stay unread; None to read all.
 
     Raises:
       CheckpointError: if a tensor does not fit the configuration or holds a NaN or an infinity.
       ValueError: if the weights cannot be split over the cards.
     """
-    specs = param_specs(config)
+    specs = param_specs(config, local_layers)
     if cards is not None:
         check_split(config, cards)
-    files = check_checkpoint(path, config, specs)
+    files = check_checkpoint(path, config, param_specs(config))
     device = jax.local_devices()[0] if device is None else device
     fill = _filler(device)
     total = sum(entry.nbytes for entry in expected_entries(specs))
@@ -146,7 +148,7 @@ def _filler(device: jax.Device) -> Fill:
 def _fill_whole(
     shape: jax.ShapeDtypeStruct, sources: Sources, target: Target, read: Read
 ) -> jax.Array:
-    buffer = _aligned_empty(shape.shape, shape.dtype)
+    buffer = aligned_empty(shape.shape, shape.dtype)
     for index, tensor in sources:
         read(tensor, buffer[index])
     return _put(buffer, target)
@@ -169,7 +171,7 @@ def _fill_by_layer(
     if isinstance(target, NamedSharding):
         slab_target = NamedSharding(target.mesh, P(*target.spec[1:]))
     for first, group in itertools.groupby(sources, key=lambda source: source[0][0]):
-        slab = _aligned_empty(shape.shape[1:], shape.dtype)
+        slab = aligned_empty(shape.shape[1:], shape.dtype)
         for index, tensor in group:
             read(tensor, slab[index[1:]])
         leaf = _place(leaf, _put(slab, slab_target), first)
@@ -182,7 +184,8 @@ def _place(leaf: jax.Array, slab: jax.Array, index: int) -> jax.Array:
     return lax.dynamic_update_index_in_dim(leaf, slab, index, axis=0)
 
 
-def _aligned_empty(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
+def aligned_empty(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
+    """An uninitialised array that jax's CPU client takes over instead of copying."""
     nbytes = int(np.prod(shape, dtype=np.int64)) * np.dtype(dtype).itemsize
     raw = np.empty(nbytes + ALIGNMENT, np.uint8)
     start = -raw.ctypes.data % ALIGNMENT

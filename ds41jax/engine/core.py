@@ -39,7 +39,7 @@ from ds41jax.engine.request import (
     TokenLogprobs,
 )
 from ds41jax.engine.selection import Outcome, read
-from ds41jax.engine.sequence import UNSET, Phase, Sequence, SequenceFault
+from ds41jax.engine.sequence import UNSET, Phase, Sequence, SequenceFault, StepFault
 from ds41jax.engine.speculation import Speculation
 from ds41jax.engine.stats import Counters
 from ds41jax.model.state import PAGE_ROWS
@@ -110,6 +110,10 @@ class EngineCore:
             worked = self._decode() or worked
         except SequenceFault as fault:
             self._fail(fault.sequence, fault.error)
+            worked = True
+        except StepFault as fault:
+            for sequence in fault.sequences:
+                self._fail(sequence, fault.error)
             worked = True
         self.cache.tick()
         return worked
@@ -184,6 +188,7 @@ class EngineCore:
             self.device.encode(batch)
         else:
             logits = self.device.feed(batch)
+        self.device.check([sequence])
         watch.lap("dispatch")
         self._commit(sequence, last)
         if last < end:
@@ -204,6 +209,7 @@ class EngineCore:
         batch = self.device.chunk(rows)
         watch.lap("build")
         logits = self.device.feed_suffix(batch)
+        self.device.check([sequence])
         watch.lap("dispatch")
         sequence.suffix_from = last
         if last == end:
@@ -266,6 +272,7 @@ class EngineCore:
         chosen = self.device.select(self.device.verify(made.batch), made.choices)
         watch.lap("dispatch")
         outcome = read(chosen)
+        self.device.check(running)
         watch.lap("wait")
         accepted = self._take_round(running, drafts, outcome)
         self.speculation.observe(running, drafts, accepted)

@@ -16,6 +16,7 @@ from ds41jax.engine.loading import Model
 from ds41jax.engine.options import EngineOptions, round_shapes
 from ds41jax.engine.rounds import Rounds
 from ds41jax.engine.selection import Choices, Outcome, read, select_step
+from ds41jax.engine.sequence import Sequence, StepFault
 from ds41jax.kernels.compute import Phase
 from ds41jax.model.sharding import empty_caches
 from ds41jax.model.state import PAGE_ROWS, CacheShape, StepBatch
@@ -118,6 +119,17 @@ class Device:
             self.model.params, self.state, batch, self.config, self.compute
         )
         return logits
+
+    def check(self, sequences: list[Sequence]) -> None:
+        """Raises `StepFault` if an exchange with remote experts failed in the last step.
+
+        Without such experts nothing is read from the device.
+        """
+        exchange, fault = self.compute.exchange, self.state.fault
+        if exchange is None or fault is None:
+            return
+        if number := int(fault):
+            raise StepFault(sequences, "unavailable", exchange.describe(number))
 
     def upload_logits(self, logits: np.ndarray) -> jax.Array:
         """A saved row of logits [V], as a step would have returned it, placement included."""

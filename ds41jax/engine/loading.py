@@ -25,7 +25,13 @@ class Model:
     tokenizer: Tokenizer | None
 
 
-def load_model(path: str | Path, *, progress: bool = True, cards: Cards | None = None) -> Model:
+def load_model(
+    path: str | Path,
+    *,
+    progress: bool = True,
+    cards: Cards | None = None,
+    local_layers: int | None = None,
+) -> Model:
     """Loads a checkpoint in the official layout.
 
     Args:
@@ -33,6 +39,7 @@ def load_model(path: str | Path, *, progress: bool = True, cards: Cards | None =
         engram_token_map.json may replace the tokenizer where no text is needed.
       progress: shows a bar on stderr while weights load.
       cards: over which the weights are split; jax's default device if None.
+      local_layers: routed experts of the layers from here on are elsewhere (`fabric`).
 
     Raises:
       ConfigError, CheckpointError, TokenizerError: all `ValueError`, saying what is wrong.
@@ -44,7 +51,7 @@ def load_model(path: str | Path, *, progress: bool = True, cards: Cards | None =
         hash_ = EngramHash.from_config(config, load_token_map(path, config))
         engram = EngramLookup(hash_, open_engram_tables(path, config))
     tokenizer = _load_tokenizer(path, config)
-    params = load_params(path, config, progress=progress, cards=cards)
+    params = load_params(path, config, progress=progress, cards=cards, local_layers=local_layers)
     return Model(path=path, config=config, params=params, engram=engram, tokenizer=tokenizer)
 
 

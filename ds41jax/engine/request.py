@@ -17,7 +17,8 @@ class EngineError(Exception):
     """Why a request was refused or failed; `kind` is stable, the message is for people.
 
     Kinds: "invalid" (the request can never be served), "queue_full", "draining", "closed",
-    "capacity" (the cache has no room for it), "internal".
+    "capacity" (the cache has no room for it), "unavailable" (remote experts did not answer),
+    "internal".
     """
 
     def __init__(self, kind: str, message: str):

@@ -1,7 +1,7 @@
 """One request while it is in the engine: its tokens, its place in the caches, its drafts."""
 
 import enum
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Executor, Future
 from dataclasses import dataclass, field
 
@@ -27,6 +27,17 @@ class SequenceFault(Exception):
     def __init__(self, sequence: "Sequence", kind: str, message: str):
         super().__init__(message)
         self.sequence, self.error = sequence, EngineError(kind, message)
+
+
+class StepFault(Exception):
+    """A step's rows were computed wrongly or not at all: every sequence that had some fails.
+
+    Nothing else is touched: no length has moved past those rows.
+    """
+
+    def __init__(self, sequences: "Iterable[Sequence]", kind: str, message: str):
+        super().__init__(message)
+        self.sequences, self.error = tuple(sequences), EngineError(kind, message)
 
 
 class Phase(enum.Enum):

@@ -76,9 +76,11 @@ class Session:
         """Allocates caches for `max_length` positions.
 
         Raises:
-          ValueError: if that exceeds the model's context.
+          ValueError: if that exceeds the model's context, or if `compute` has an exchange.
         """
         config = model.config
+        if compute.exchange is not None:
+            raise ValueError("a session computes every expert itself: use Engine for remote ones")
         if max_length > config.max_position_embeddings:
             raise ValueError(
                 f"{max_length} positions exceed the context of {config.max_position_embeddings}"

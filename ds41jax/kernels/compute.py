@@ -3,7 +3,7 @@
 import dataclasses
 import enum
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -31,6 +31,41 @@ class Phase(enum.Enum):
     PREFILL = "prefill"
 
 
+class Exchange(Protocol):
+    """Routed experts that are computed elsewhere. Hashable; see `fabric.exchange` for its forms.
+
+    Attributes:
+      first_layer: layers from here on go through the exchange, those below do not.
+      holds_experts: whether the weights of all experts are in the parameters all the same.
+    """
+
+    @property
+    def first_layer(self) -> int: ...
+
+    @property
+    def holds_experts(self) -> bool: ...
+
+    def send(
+        self,
+        x: jax.Array,
+        ids: jax.Array,
+        weights: jax.Array,
+        layer: jax.Array | int,
+        live: jax.Array,
+        fault: jax.Array,
+        compute: "Compute",
+    ) -> Any:
+        """Starts an exchange of rows [T, D] with choices [T, K]; returns what `wait` takes."""
+
+    def wait(
+        self, ticket: Any, meanwhile: jax.Array, experts: Any, limit: float, compute: "Compute"
+    ) -> tuple[jax.Array, jax.Array]:
+        """The experts' sums [T, D] float32 and the fault so far, once `meanwhile` is computed."""
+
+    def describe(self, fault: int) -> str:
+        """What a fault that is not 0 was, for people."""
+
+
 @dataclass(frozen=True)
 class Compute:
     """Passed to every function of the model as a static argument.
@@ -40,7 +75,8 @@ class Compute:
     float32 values instead of codes; a row's bits may depend on the rows beside it. Of the kernels
     only those that need no gradient run.
 
-    With `cards`, the functions run inside `shard_map` over them.
+    With `cards`, the functions run inside `shard_map` over them. With `exchange`, routed experts of
+    the layers that it names are computed elsewhere.
     """
 
     numerics: Numerics = Numerics.REFERENCE
@@ -48,12 +84,19 @@ class Compute:
     phase: Phase = Phase.DECODE
     differentiable: bool = False
     cards: Cards | None = None
+    exchange: Exchange | None = None
 
     def __post_init__(self) -> None:
         if self.kernels is not Kernels.JNP and self.numerics is not Numerics.REFERENCE:
             raise ValueError(
                 f"the kernels round as trained, so not {self.numerics.value!r} numerics"
             )
+        if self.exchange is not None and self.numerics is not Numerics.REFERENCE:
+            raise ValueError(
+                f"rows go to remote experts in FP8, so not with {self.numerics.value!r} numerics"
+            )
+        if self.exchange is not None and self.cards is not None:
+            raise ValueError("remote experts and several cards cannot be combined yet")
 
     @property
     def defined(self) -> "Compute":

@@ -94,6 +94,7 @@ def routed_experts(
     limit: float,
     compute: Compute,
     rounded: bool = True,
+    sparse: bool = False,
 ) -> jax.Array:
     """Sum over a row's experts, in the order of its choices.
 
@@ -106,12 +107,13 @@ def routed_experts(
       limit: clamp of the SwiGLU inputs.
       rounded: whether each expert's output is rounded before the sum; not if F is a share of the
         hidden columns.
+      sparse: whether an id may be -1: a choice that is computed elsewhere and adds nothing here.
 
     Returns:
       [T, D] float32.
     """
     if compute.on_gpu:
-        return _routed_on_gpu(x, expert_ids, weights, matrices, limit, compute, rounded)
+        return _routed_on_gpu(x, expert_ids, weights, matrices, limit, compute, rounded, sparse)
     if compute.differentiable:
         return _all_experts(x, expert_ids, weights, matrices, limit, compute)
     rows, choices = expert_ids.shape
@@ -120,9 +122,14 @@ def routed_experts(
         w1, w2, w3 = (values(_expert(w, expert[0])) for w in matrices)
         return expert_mlp(x, (w1, w2, w3), weight[:, None], limit, compute, rounded)
 
+    def pair_or_nothing(x: jax.Array, expert: jax.Array, weight: jax.Array) -> jax.Array:
+        out = jax.eval_shape(pair, x, expert, weight)
+        nothing = jnp.zeros(out.shape, out.dtype)
+        return lax.cond(expert[0] >= 0, lambda: pair(x, expert, weight), lambda: nothing)
+
     each = map_rows(
         compute,
-        pair,
+        pair_or_nothing if sparse else pair,
         jnp.repeat(x, choices, axis=0),
         expert_ids.reshape(-1),
         weights.reshape(-1),
@@ -182,6 +189,7 @@ def _routed_on_gpu(
     limit: float,
     compute: Compute,
     rounded: bool,
+    sparse: bool,
 ) -> jax.Array:
     rows, choices = expert_ids.shape
     w1, w2, w3 = matrices
@@ -197,6 +205,8 @@ def _routed_on_gpu(
     (outputs,) = _expert_matmul(hidden, plan, (w2,), 1, down, compute)
     each = gpu.add_parts(outputs)
     each = (compute.round(each) if rounded else each).reshape(rows, choices, -1)
+    if sparse:  # nothing was written for the others
+        each = jnp.where(expert_ids[..., None] >= 0, each, 0)
     total = each[:, 0].astype(jnp.float32)
     for k in range(1, choices):
         total = total + each[:, k].astype(jnp.float32)

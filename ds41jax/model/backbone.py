@@ -7,7 +7,7 @@ Letters: T rows, S streams, D hidden size, V vocabulary.
 """
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import TypeVar
 
@@ -26,11 +26,12 @@ from ds41jax.model.block import BlockWeights, attention_input, block
 from ds41jax.model.engram import engram
 from ds41jax.model.hyper_connections import collapse, initial_pre
 from ds41jax.model.indexer import Selection
+from ds41jax.model.moe import placed_moe
 from ds41jax.model.norm import rms_norm
 from ds41jax.model.params import Params
 from ds41jax.model.rope import compressed_frequencies, plain_frequencies
 from ds41jax.model.state import KVState, StepBatch, put, ring_rows, ring_slots, write_ring
-from ds41jax.model.tensors import at_layer, lookup
+from ds41jax.model.tensors import at_layer, choose, lookup
 from ds41jax.model.vocabulary import token_rows, whole_logits
 
 _KEPT = jax.checkpoint_policies.save_only_these_names(indexer.CHOSEN)  # by a training step
@@ -84,13 +85,6 @@ def run_layers(
     return lax.fori_loop(first, last, body, carry)
 
 
-def choose(index: Index, branches: Sequence[Callable[[], T]]) -> T:
-    """The result of one branch, chosen while tracing if the index is known then."""
-    if isinstance(index, int) or len(branches) == 1:
-        return branches[int(index) if isinstance(index, int) else 0]()
-    return lax.switch(index, branches)
-
-
 def layer(
     carry: Carry,
     index: Index,
@@ -117,8 +111,17 @@ def layer(
         return out
 
     weights = at_layer(params.layers, index, in_place=compute.on_gpu)
-    k = config.num_experts_per_tok
-    stream, pre = block(stream, carry.pre, batch.is_image, attend, weights, k, config, compute)
+
+    def feed_forward(x: jax.Array) -> jax.Array:
+        nonlocal state
+        out, fault = placed_moe(x, index, state.fault, weights.ffn, batch, config, compute)
+        state = dataclasses.replace(state, fault=fault)
+        return out
+
+    k, elsewhere = config.num_experts_per_tok, None if compute.exchange is None else feed_forward
+    stream, pre = block(
+        stream, carry.pre, batch.is_image, attend, weights, k, config, compute, elsewhere
+    )
     return Carry(stream=stream, pre=pre, state=state, selection=selection, taps=taps)
 
 
@@ -285,6 +288,8 @@ def start(
     compute: Compute,
 ) -> Carry:
     """The carry that enters a first layer."""
+    if state.fault is not None:
+        state = dataclasses.replace(state, fault=jnp.int32(0))
     shape = (stream.shape[0], len(config.dspark_target_layer_ids), config.hidden_size)
     return Carry(
         stream=stream,

@@ -22,6 +22,7 @@ from ds41jax.model.norm import rms_norm
 from ds41jax.model.tensors import spec
 
 Attend = Callable[[jax.Array], jax.Array]
+FeedForward = Callable[[jax.Array], jax.Array]
 
 
 @struct.dataclass
@@ -37,14 +38,18 @@ class BlockWeights:
 
 
 def block_specs(
-    config: ModelConfig, prefix: str, layers: tuple[int, ...], num_experts: int
+    config: ModelConfig,
+    prefix: str,
+    layers: tuple[int, ...],
+    num_experts: int,
+    expert_layers: tuple[int, ...] | None = None,
 ) -> BlockWeights:
-    """`prefix` is "layers.{i}" or "mtp.{i}"."""
+    """`prefix` is "layers.{i}" or "mtp.{i}"; `expert_layers` those whose experts are here."""
     d = config.hidden_size
     return BlockWeights(
         attn=attention_specs(config, f"{prefix}.attn", layers),
         attn_norm=spec(f"{prefix}.attn_norm.weight", (d,), "bf16", layers=layers),
-        ffn=moe_specs(config, f"{prefix}.ffn", layers, num_experts),
+        ffn=moe_specs(config, f"{prefix}.ffn", layers, num_experts, expert_layers),
         ffn_norm=spec(f"{prefix}.ffn_norm.weight", (d,), "bf16", layers=layers),
         hc_attn=mix_specs(config, f"{prefix}.hc_attn", layers),
         hc_ffn=mix_specs(config, f"{prefix}.hc_ffn", layers),
@@ -76,6 +81,7 @@ def block(
     num_experts_per_tok: int,
     config: ModelConfig,
     compute: Compute,
+    feed_forward: FeedForward | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Runs one block.
 
@@ -85,6 +91,7 @@ def block(
       is_image: [T] bool.
       attend: the attention of this block, [T, D] -> [T, D].
       weights: of one layer.
+      feed_forward: [T, D] -> [T, D] in place of this block's `moe`.
 
     Returns:
       The streams after the block, and the collapse weights for the sub-layer that follows.
@@ -109,7 +116,10 @@ def block(
     stream, x, ffn_pre, post, comb = map_rows(
         compute, between, stream, output, attn_pre, post, comb
     )
-    output = moe(x, is_image, weights.ffn, num_experts_per_tok, config, compute)
+    if feed_forward is None:
+        output = moe(x, is_image, weights.ffn, num_experts_per_tok, config, compute)
+    else:
+        output = feed_forward(x)
     stream = map_rows(
         compute, lambda o, s, p, c: expand(o, s, p, c, compute), output, stream, post, comb
     )

@@ -15,7 +15,8 @@ from ds41jax.kernels.experts import expert_mlp, routed_experts
 from ds41jax.kernels.linear import operand, project
 from ds41jax.kernels.routing import choose_experts, expert_scores
 from ds41jax.kernels.rows import map_rows
-from ds41jax.model.tensors import Split, spec
+from ds41jax.model.state import StepBatch
+from ds41jax.model.tensors import Split, choose, lookup, spec
 
 
 @struct.dataclass
@@ -57,9 +58,13 @@ def _expert_specs(
 
 
 def moe_specs(
-    config: ModelConfig, prefix: str, layers: tuple[int, ...], num_experts: int
+    config: ModelConfig,
+    prefix: str,
+    layers: tuple[int, ...],
+    num_experts: int,
+    expert_layers: tuple[int, ...] | None = None,
 ) -> MoeWeights:
-    """`prefix` is "layers.{i}.ffn" or "mtp.{i}.ffn"."""
+    """`prefix` is "layers.{i}.ffn" or "mtp.{i}.ffn"; `expert_layers` those with experts here."""
     gate = RouterWeights(
         weight=spec(
             f"{prefix}.gate.weight", (num_experts, config.hidden_size), "bf16", layers=layers
@@ -70,7 +75,11 @@ def moe_specs(
     return MoeWeights(
         gate=gate,
         experts=_expert_specs(
-            config, f"{prefix}.experts.{{e}}", Format.MXFP4, layers=layers, experts=num_experts
+            config,
+            f"{prefix}.experts.{{e}}",
+            Format.MXFP4,
+            layers=layers if expert_layers is None else expert_layers,
+            experts=num_experts,
         ),
         shared_experts=_expert_specs(
             config, f"{prefix}.shared_experts", Format.FP8_BLOCK, layers=layers
@@ -135,3 +144,66 @@ def moe(
 
     total = map_rows(compute, combine, x, routed)
     return total if whole else compute.round(sum_of_cards(total))
+
+
+def exchanged_moe(
+    x: jax.Array,
+    is_image: jax.Array,
+    live: jax.Array,
+    layer: jax.Array | int,
+    fault: jax.Array,
+    weights: MoeWeights,
+    k: int,
+    config: ModelConfig,
+    compute: Compute,
+) -> tuple[jax.Array, jax.Array]:
+    """`moe` with the routed experts behind an exchange; the shared expert runs meanwhile.
+
+    Args:
+      x: [T, D]; is_image: [T] bool; live: [T] bool, False for padding rows.
+      layer: of the model.
+      fault: int32 scalar, not 0 once an exchange of this step has failed.
+
+    Returns:
+      [T, D], and the fault after this layer.
+    """
+    exchange, limit = compute.exchange, config.swiglu_limit
+    assert exchange is not None
+    ids, routing = map_rows(
+        compute, lambda x, image: route(x, image, weights.gate, k, config, compute), x, is_image
+    )
+    ticket = exchange.send(x, ids, routing, layer, live, fault, compute)
+    s = weights.shared_experts
+    dense = operand(s.w1, compute), operand(s.w2, compute), operand(s.w3, compute)
+    shared = map_rows(compute, lambda x: expert_mlp(x, dense, None, limit, compute), x)
+    routed, fault = exchange.wait(ticket, shared, weights.experts, limit, compute)
+
+    def combine(routed: jax.Array, shared: jax.Array) -> jax.Array:
+        return compute.round(routed + shared.astype(jnp.float32))
+
+    return map_rows(compute, combine, routed, shared), fault
+
+
+def placed_moe(
+    x: jax.Array,
+    layer: jax.Array | int,
+    fault: jax.Array | None,
+    weights: MoeWeights,
+    batch: StepBatch,
+    config: ModelConfig,
+    compute: Compute,
+) -> tuple[jax.Array, jax.Array]:
+    """A layer's experts, here or behind the exchange, and the step's fault after it."""
+    assert compute.exchange is not None and fault is not None
+    first, k = compute.exchange.first_layer, config.num_experts_per_tok
+
+    def elsewhere() -> tuple[jax.Array, jax.Array]:
+        return exchanged_moe(
+            x, batch.is_image, batch.is_row, layer, fault, weights, k, config, compute
+        )
+
+    def here() -> tuple[jax.Array, jax.Array]:
+        return moe(x, batch.is_image, weights, k, config, compute), fault
+
+    is_remote = tuple(int(number >= first) for number in range(config.num_hidden_layers))
+    return choose(lookup(is_remote, layer), (here, elsewhere)) if first else elsewhere()

@@ -35,14 +35,19 @@ class Params:
     vision: VisionWeights | Any
 
 
-def param_specs(config: ModelConfig) -> Params:
-    """The `Params` tree with a `TensorSpec` in place of every weight."""
+def param_specs(config: ModelConfig, local_layers: int | None = None) -> Params:
+    """The `Params` tree with a `TensorSpec` in place of every weight.
+
+    With `local_layers`, only the layers below it have their routed experts here.
+    """
     vocabulary = (config.vocab_size, config.hidden_size)
     layers = tuple(range(config.num_hidden_layers))
     rows = Split(Part.VOCABULARY, 0)
     return Params(
         embed=spec("embed.weight", vocabulary, "bf16", split=rows),
-        layers=block_specs(config, "layers.{i}", layers, config.n_routed_experts),
+        layers=block_specs(
+            config, "layers.{i}", layers, config.n_routed_experts, layers[:local_layers]
+        ),
         compressor=compressor_specs(config) if config.kv_source_layer_ids else None,
         indexer=indexer_specs(config) if config.index_source_layer_ids else None,
         engram=engram_specs(config) if config.engram_layer_ids else None,

@@ -85,6 +85,8 @@ class KVState:
       suffix_stream: [S, W, M, H] streams entering the last KV source, by position modulo W; the
         decoder part of a bounded prefill starts from them after the last chunk.
       suffix_pre: [S, W, M] float32 collapse weights that go with them.
+      fault: int32 scalar: what went wrong in the last step's exchanges with remote experts, 0 if
+        nothing did; None without such experts.
     """
 
     window: Rows
@@ -94,6 +96,7 @@ class KVState:
     draft_window: Rows
     suffix_stream: jax.Array
     suffix_pre: jax.Array
+    fault: jax.Array | None = None
 
 
 @dataclass(frozen=True)
@@ -144,6 +147,7 @@ def init_state(config: ModelConfig, shape: CacheShape, compute: Compute) -> KVSt
         ),
         suffix_stream=jnp.zeros((slots, window, streams, config.hidden_size), compute.dtype),
         suffix_pre=jnp.zeros((slots, window, streams), jnp.float32),
+        fault=None if compute.exchange is None else jnp.int32(0),
     )
 
 

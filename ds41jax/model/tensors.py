@@ -6,18 +6,20 @@ are tree maps over those specs.
 """
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from ds41jax.formats import Format, QuantizedArray
 from ds41jax.kernels.cards import Part
 from ds41jax.kernels.linear import StackEntry
 
+T = TypeVar("T")
 StorageFormat = str | Format  # "f32", "bf16" or a quantised format
 
 _SAFETENSORS_DTYPES = {
@@ -135,3 +137,10 @@ def at_layer(weights: Any, layer: Any, in_place: bool = False) -> Any:
 def lookup(table: tuple[int, ...], index: Any) -> Any:
     """table[index] for an index that may be traced."""
     return table[index] if isinstance(index, int) else jnp.asarray(table, jnp.int32)[index]
+
+
+def choose(index: Any, branches: Sequence[Callable[[], T]]) -> T:
+    """The result of one branch, chosen while tracing if the index is known then."""
+    if isinstance(index, int) or len(branches) == 1:
+        return branches[int(index) if isinstance(index, int) else 0]()
+    return lax.switch(index, branches)

@@ -21,6 +21,7 @@ _STATUS = {
     "capacity": 400,  # larger than the whole cache, so that it never fits
     "draining": 503,
     "closed": 503,
+    "unavailable": 503,
     "internal": 500,
 }
 # How deepseek-recipe names places in its messages.
