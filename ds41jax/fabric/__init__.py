@@ -1,0 +1,1 @@
+"""Routed experts on other machines: topologies, the exchange inside a step, workers, launch."""
