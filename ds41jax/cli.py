@@ -20,6 +20,8 @@ from ds41jax.engine.generate import GenerateOptions, Progress, stream_text
 from ds41jax.engine.loading import load_model
 from ds41jax.engine.sampling import SamplingParams
 from ds41jax.engine.score import score_file
+from ds41jax.fabric import launch_command, worker_command
+from ds41jax.fabric.library import FabricError
 from ds41jax.serving import arguments, clients_command
 
 COMPILED_SECONDS = 0.5  # programs that compile faster are not worth a file
@@ -33,7 +35,7 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         code: int = args.run(args)
         return code
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, FabricError) as error:
         print(f"ds41jax {args.command}: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
@@ -61,6 +63,12 @@ def _parser() -> argparse.ArgumentParser:
     qualify = commands.add_parser("qualify", help="examine a model on questions with one answer")
     qualify_command.add_arguments(qualify)
     qualify.set_defaults(run=qualify_command.run)
+    worker = commands.add_parser("worker", help="serve routed experts to a coordinator")
+    worker_command.add_arguments(worker)
+    worker.set_defaults(run=worker_command.run)
+    launch = commands.add_parser("launch", help="start a coordinator and its workers from a file")
+    launch_command.add_arguments(launch)
+    launch.set_defaults(run=launch_command.run)
     clients = commands.add_parser("clients", help="print configuration for the usual clients")
     clients_command.add_arguments(clients)
     clients.set_defaults(run=clients_command.run)
