@@ -17,6 +17,7 @@ from ds41jax.card_arguments import add_card_arguments, split_parts
 from ds41jax.config import ModelConfig
 from ds41jax.drafting.registry import POLICIES, make_policy
 from ds41jax.engine.options import MAX_ACTIVE, EngineOptions
+from ds41jax.fabric import remote_options
 from ds41jax.model.state import PAGE_ROWS
 from ds41jax.plan_command import size_in_bytes
 from ds41jax.serving.server import ALIASES, MAX_OUTPUT_TOKENS, MODEL_NAME, ServerOptions
@@ -73,6 +74,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     _add_engine_arguments(parser.add_argument_group("engine"))
     _add_host_arguments(parser.add_argument_group("prefixes in host memory"))
     _add_server_arguments(parser.add_argument_group("requests"))
+    remote_options.add_arguments(parser.add_argument_group("experts on other machines"))
 
 
 def _add_engine_arguments(group: argparse._ArgumentGroup) -> None:

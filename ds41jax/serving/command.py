@@ -16,6 +16,12 @@ from ds41jax.engine.default_model import default_model_path
 from ds41jax.engine.engine import Engine
 from ds41jax.engine.loading import load_model
 from ds41jax.engine.options import EngineOptions
+from ds41jax.fabric.remote_options import (
+    READY_SECONDS,
+    RemoteExperts,
+    open_fabric,
+    remote_experts,
+)
 from ds41jax.serving.app import make_app
 from ds41jax.serving.arguments import engine_options, server_options
 from ds41jax.serving.lifecycle import DrainingServer
@@ -36,16 +42,21 @@ def run(args: argparse.Namespace) -> int:
     config = load_config(folder)
     engine_choice = engine_options(args, config)
     speculative = engine_choice.dspark and config.num_nextn_predict_layers > 0
+    remote = remote_experts(args, config, engine_choice)
     options = server_options(args, engine_choice, folder, speculative)
     listener = _listener(args.listen)
     with listener:
-        _print_plan(folder, config, engine_choice, options, args.memory_reservation)
+        _print_plan(folder, config, engine_choice, options, args.memory_reservation, remote)
         if args.dry_run:
             print("Every check passed; nothing was loaded.")
             return 0
-        model = load_model(folder, cards=engine_choice.find_cards())
-        with Engine(model, engine_choice, progress=True) as engine:
-            _serve(engine, options, listener, args.drain_seconds)
+        with open_fabric(folder, remote, engine_choice) as (engine_choice, fabric):
+            local = None if remote is None else remote.placement.first_layer
+            model = load_model(folder, cards=engine_choice.find_cards(), local_layers=local)
+            if fabric is not None:
+                fabric.wait_ready(READY_SECONDS)
+            with Engine(model, engine_choice, progress=True) as engine:
+                _serve(engine, options, listener, args.drain_seconds)
     return 0
 
 
@@ -92,6 +103,7 @@ def _print_plan(
     engine: EngineOptions,
     options: ServerOptions,
     reservation: int | None,
+    remote: RemoteExperts | None,
 ) -> None:
     """What is about to be loaded, as a table; raises `ValueError` if it does not fit."""
     if not (folder / FILE_NAME).exists():
@@ -102,6 +114,7 @@ def _print_plan(
         ("model", f"{folder}"),
         ("served as", ", ".join((options.model_name, *options.aliases))),
         ("layers", f"{config.num_hidden_layers}, {config.n_routed_experts} experts each"),
+        ("experts", "all here" if remote is None else remote.summary),
         ("vision", "yes" if config.vision is not None else "no"),
         ("drafts", drafts if options.speculative else "off"),
         ("requests", f"{engine.max_active} run, {engine.max_queue + options.queue_depth} may wait"),
@@ -121,6 +134,7 @@ def _print_plan(
         pool_tokens=engine.pool_tokens,
         rows=engine.prefill_chunk,
         reservation_bytes=reservation,
+        routed_layers=None if remote is None else remote.placement.first_layer,
         headroom_bytes=0 if jax.default_backend() == "cpu" else None,
     )
     cards = engine.find_cards()
