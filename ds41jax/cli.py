@@ -83,7 +83,7 @@ def _serve(args: argparse.Namespace) -> int:
 
 def _add_generate_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("prompt", help="answered as a user's turn, unless --raw")
-    parser.add_argument("--model", metavar="DIR", help="checkpoint; a small random one if left out")
+    parser.add_argument("--model", metavar="DIR", help="checkpoint; the nano model if left out")
     parser.add_argument("--max-tokens", type=int, default=128, metavar="N")
     parser.add_argument("--temperature", type=float, default=0.0, metavar="T", help="0: greedy")
     parser.add_argument("--top-p", type=float, default=1.0, metavar="P")

@@ -20,7 +20,13 @@ from ds41jax.engine.options import MAX_ACTIVE, EngineOptions
 from ds41jax.fabric import remote_options
 from ds41jax.model.state import PAGE_ROWS
 from ds41jax.plan_command import size_in_bytes
-from ds41jax.serving.server import ALIASES, MAX_OUTPUT_TOKENS, MODEL_NAME, ServerOptions
+from ds41jax.serving.server import (
+    ALIASES,
+    MAX_OUTPUT_TOKENS,
+    MODEL_NAME,
+    NANO_NAME,
+    ServerOptions,
+)
 from ds41jax.serving.settings import SamplingDefaults
 
 KEY_VARIABLE = "DS41JAX_API_KEY"
@@ -115,7 +121,7 @@ def _add_server_arguments(group: argparse._ArgumentGroup) -> None:
     add, switch = group.add_argument, argparse.BooleanOptionalAction
     add("--http-queue-depth", type=_whole(1, 4096), metavar="N", help="default: concurrency")
     add("--http-queue-wait-ms", type=_whole(0, 3_600_000), default=25_000, metavar="MS")
-    add("--model-name", default=MODEL_NAME, metavar="ID")
+    add("--model-name", metavar="ID", help=f"{MODEL_NAME} unless it is the built-in model")
     add("--alias", action="append", default=[], metavar="ID", help="another name for the model")
     add("--greedy", action=switch, default=False, help="temperature 0 where none is asked for")
     add("--api-key-file", type=Path, metavar="FILE", help=f"or the variable {KEY_VARIABLE}")
@@ -186,9 +192,11 @@ def server_options(
     args: argparse.Namespace, engine: EngineOptions, folder: Path, speculative: bool
 ) -> ServerOptions:
     """The server's part of the arguments; raises `ValueError` or `OSError`."""
+    name = args.model_name or (MODEL_NAME if args.model else NANO_NAME)
+    name, *aliases = dict.fromkeys([name, MODEL_NAME, *ALIASES, *args.alias])
     return ServerOptions(
-        model_name=args.model_name,
-        aliases=tuple(dict.fromkeys([*ALIASES, *args.alias])),
+        model_name=name,
+        aliases=tuple(aliases),
         context=min(engine.context, engine.pool_tokens - POOL_MARGIN),
         max_output_tokens=args.max_output_tokens,
         sampling=SamplingDefaults(temperature=0.0) if args.greedy else generation_config(folder),

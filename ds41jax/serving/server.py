@@ -19,6 +19,7 @@ from ds41jax.serving.settings import SamplingDefaults
 from ds41jax.tokenizer import Tokenizer
 
 MODEL_NAME = "deepseek-ai/DeepSeek-V4.1-Flash"
+NANO_NAME = "ds41jax-nano"
 ALIASES = ("DeepSeek-V4.1-Flash", "deepseek-v4.1-flash")
 MAX_OUTPUT_TOKENS = 393_216
 MAX_DECODERS = 4  # images that are decoded at once
