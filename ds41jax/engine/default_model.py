@@ -10,7 +10,7 @@ def default_model_path() -> Path:
     """Folder of the nano model's checkpoint; says on stderr which model that is."""
     print(
         "No checkpoint given: using the built-in nano model, 14 million weights of the same "
-        "architecture. It counts, copies, calls tools and knows next to nothing.",
+        "architecture. It counts, makes small talk and JSON, and knows next to nothing.",
         file=sys.stderr,
     )
     return _NANO
