@@ -1,5 +1,6 @@
 """The engine's programs on the GPU kernels, lowered without a GPU."""
 
+import dataclasses
 import functools
 from types import SimpleNamespace
 
@@ -7,7 +8,7 @@ import jax
 import numpy as np
 import pytest
 from engine_runs import options
-from lowering import DEVICES, lower_for_gpu
+from lowering import DEVICES, gpu_mesh, lower_for_gpu
 from oracle import tiny_model
 
 from ds41jax.engine import cache_moves, steps
@@ -16,6 +17,7 @@ from ds41jax.engine.device import Device
 from ds41jax.engine.options import EngineOptions
 from ds41jax.engine.selection import select_step
 from ds41jax.formats import Numerics
+from ds41jax.kernels.cards import AXIS, Cards
 from ds41jax.kernels.compute import Compute, Kernels, Phase, default_compute, default_kernels
 
 KERNELS = ("matmul", "quantize", "route", "mixes", "sparse_attention", "expert_up")
@@ -59,6 +61,27 @@ def test_round_programs_lower_for_gpus():
             select_step, d.state, logits, choices, config=d.config, compute=d.compute, dspark=True
         )
         assert '"sparse_attention"' in text  # the drafter's
+
+
+def test_programs_lower_for_two_gpus():
+    """Every step inside `shard_map`, the drafter's stages included."""
+    d, name = device(), next(iter(DEVICES))
+    mesh = gpu_mesh(2, AXIS, name)
+    shape = d.shapes[-1]
+    batch, choices = d.rounds.idle(shape)
+    logits = np.zeros((shape.rows, d.config.vocab_size), np.float32)
+    programs = (
+        (steps.encode_step, d.prefill_compute, (d.idle_chunk(64),), {}),
+        (steps.suffix_step, d.prefill_compute, (d.idle_chunk(64),), {}),
+        (steps.full_step, d.compute, (batch,), {}),
+        (select_step, d.compute, (logits, choices), {"dspark": True}),
+    )
+    for program, compute, args, more in programs:
+        split = dataclasses.replace(compute, cards=Cards(mesh))
+        function = functools.partial(program, config=d.config, compute=split, **more)
+        shapes = jax.eval_shape(lambda *x: x, d.model.params, d.state, *args)
+        text = lower_for_gpu(function, *shapes, device=name, mesh=mesh)
+        assert '"sparse_attention"' in text and '"stablehlo.all_gather"' in text
 
 
 def test_cache_moves_lower_for_gpus():
