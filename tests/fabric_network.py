@@ -37,11 +37,14 @@ class Wire:
     """Carries packets both ways.
 
     Attributes:
+      near, far: names of its devices, here and in the namespace.
       delay: seconds one way; loss: share of the packets that are dropped.
       cut: nothing passes.
       carried, lost: packets.
     """
 
+    near: str
+    far: str
     delay: float = 0.0
     loss: float = 0.0
     cut: bool = False
@@ -78,8 +81,9 @@ def available() -> bool:
 @contextlib.contextmanager
 def namespace(delay: float, loss: float) -> Iterator[tuple[str, Wire]]:
     """A namespace whose only way out is the wire; workers there listen at `THERE`."""
-    name, wire = f"ds41jax-{os.getpid()}", Wire(delay, loss)
+    name = f"ds41jax-{os.getpid()}"
     near, far = f"dsa{os.getpid() % 100000}", f"dsb{os.getpid() % 100000}"
+    wire = Wire(near, far, delay, loss)
     ends = open_tun(near), open_tun(far)
     thread = threading.Thread(target=wire.carry, args=(ends,))
     try:

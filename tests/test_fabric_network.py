@@ -20,7 +20,8 @@ def test_delay_loss_and_a_cut(monkeypatch: pytest.MonkeyPatch) -> None:
     path = wide_checkpoint()
     placement = place(path, "TP2EP1")
     with namespace(delay=0.002, loss=0.01) as (name, wire):
-        inside = ("ip", "netns", "exec", name)
+        monkeypatch.setenv("UCX_NET_DEVICES", wire.near)
+        inside = ("ip", "netns", "exec", name, "env", f"UCX_NET_DEVICES={wire.far}")
         processes = [
             WorkerProcess(
                 path, placement, r, transports=TCP, prefix=inside, host=THERE, port=7400 + r

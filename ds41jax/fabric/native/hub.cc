@@ -12,6 +12,7 @@ namespace ds41jax {
 namespace {
 
 constexpr unsigned kMessage = 7;  // the one active-message id in use
+constexpr int kProgressTurns = 64;  // a connection that fails again and again is always progress
 constexpr auto kLongestPause = std::chrono::milliseconds(50);
 
 const Ucx* loaded = nullptr;  // for callbacks, which UCX gives nothing else
@@ -185,7 +186,7 @@ void Hub::send(Endpoint& endpoint, Transfer& transfer, const Buffer& buffer, siz
 }
 
 void Hub::progress() {
-  while (ucx_.ucp_worker_progress(worker_)) {
+  for (int turns = 0; turns < kProgressTurns && ucx_.ucp_worker_progress(worker_); ++turns) {
   }
 }
 
