@@ -16,8 +16,8 @@ from ds41jax.cache.radix import Reuse
 from ds41jax.card_arguments import add_card_arguments, split_parts
 from ds41jax.config import ModelConfig
 from ds41jax.drafting.registry import POLICIES, make_policy
+from ds41jax.engine import remote_options
 from ds41jax.engine.options import MAX_ACTIVE, EngineOptions
-from ds41jax.fabric import remote_options
 from ds41jax.model.state import PAGE_ROWS
 from ds41jax.plan_command import size_in_bytes
 from ds41jax.serving.server import (

@@ -16,7 +16,7 @@ from ds41jax.engine.default_model import default_model_path
 from ds41jax.engine.engine import Engine
 from ds41jax.engine.loading import load_model
 from ds41jax.engine.options import EngineOptions
-from ds41jax.fabric.remote_options import (
+from ds41jax.engine.remote_options import (
     READY_SECONDS,
     RemoteExperts,
     open_fabric,
