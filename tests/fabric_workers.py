@@ -1,10 +1,12 @@
 """Real worker processes for the tests, and the checkpoint that they serve."""
 
+import atexit
 import contextlib
 import dataclasses
 import functools
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -38,7 +40,9 @@ def make_wide_checkpoint(path: Path, seed: int = 0) -> Path:
 @functools.cache
 def wide_checkpoint() -> Path:
     """That checkpoint, made once a process."""
-    return make_wide_checkpoint(Path(tempfile.mkdtemp(prefix="ds41jax-wide-")) / "checkpoint")
+    folder = Path(tempfile.mkdtemp(prefix="ds41jax-wide-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return make_wide_checkpoint(folder / "checkpoint")
 
 
 @functools.cache

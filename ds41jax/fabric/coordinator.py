@@ -24,6 +24,8 @@ from ds41jax.kernels.compute import Compute
 
 RETRY_SECONDS = 0.5
 HEARTBEAT_SECONDS = 1.0
+UNREACHABLE = "unreachable"  # in UCX's own words, though the handshake's socket got there
+ROUTES = " (UCX reads the routes once a process: restart this one if that network came up since)"
 
 
 @dataclass(frozen=True)
@@ -170,6 +172,8 @@ class Fabric:
                 self._visit(rank)
             except (HandshakeError, FabricError, OSError) as error:
                 self._troubles[rank] = str(error) or type(error).__name__
+                if UNREACHABLE in self._troubles[rank]:
+                    self._troubles[rank] += ROUTES
                 reason = f"{self._troubles[rank]}".encode()
                 self.library.handle.ds41jax_detach(self.session, rank, reason)
             self._closed.wait(RETRY_SECONDS)
