@@ -20,12 +20,12 @@ from timing import compiled_seconds, copy_bandwidth, kernel_times, write_results
 from ds41jax.config import ModelConfig, load_config
 from ds41jax.formats import QuantizedArray
 from ds41jax.kernels.compute import Compute, Kernels
-from ds41jax.model import backbone
-from ds41jax.model.backbone import Carry
+from ds41jax.model import backbone, text_layer
 from ds41jax.model.hyper_connections import initial_pre
 from ds41jax.model.params import Params, param_specs
 from ds41jax.model.state import PAGE_ROWS, CacheShape, KVState, StepBatch, init_state
 from ds41jax.model.tensors import TensorSpec
+from ds41jax.model.text_layer import Carry
 
 OFFICIAL = Path(__file__).parent.parent / "configs" / "deepseek-v4.1-flash.json"
 KINDS = ("window", "pair source", "pair reader", "source", "reader", "within candidates")
@@ -153,7 +153,7 @@ def layer_seconds(
     """Seconds of one layer, queued back to back; its kernels; and what it hands on."""
 
     def step(carry: Carry, params: Params, batch: StepBatch) -> tuple[Carry, jax.Array]:
-        carry = backbone.layer(carry, index, params, batch, config, compute)
+        carry = text_layer.layer(carry, index, params, batch, config, compute)
         return carry, carry.pre + 0  # to wait for: the carry itself is given away
 
     compiled = jax.jit(step, donate_argnums=0).lower(carry, params, batch).compile()

@@ -17,7 +17,7 @@ from ds41jax.config import ModelConfig
 from ds41jax.engine import steps
 from ds41jax.kernels.cards import ALL_PARTS, Cards, Part
 from ds41jax.kernels.compute import Compute, Kernels, Phase
-from ds41jax.model import attention, backbone, moe
+from ds41jax.model import attention, backbone, moe, text_layer
 from ds41jax.model.hyper_connections import initial_pre
 from ds41jax.model.params import Params, param_specs
 from ds41jax.model.sharding import over_cards, partition
@@ -119,7 +119,7 @@ class Slice:
             stream = jnp.ones((job.rows, config.hc_mult, config.hidden_size), compute.dtype)
             pre = initial_pre(job.rows, config)
             carry = backbone.start(stream, pre, state, batch, config, compute)
-            carry = backbone.layer(carry, READER, params, batch, config, compute)
+            carry = text_layer.layer(carry, READER, params, batch, config, compute)
             return carry.state, carry.stream
 
         return lambda *args: layer(*args, config=config, compute=compute)

@@ -29,8 +29,7 @@ def _run(
     mine = at_layer(weights, layer)
     live = jnp.arange(T) < LIVE
     text = jnp.zeros(T, bool)
-    k = config.num_experts_per_tok
-    return exchanged_moe(x, text, live, layer, fault, mine, k, config, compute)
+    return exchanged_moe(x, text, live, layer, fault, mine, config, compute)
 
 
 def make_rows(seed: int) -> jax.Array:

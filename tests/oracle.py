@@ -18,7 +18,7 @@ from ds41jax.engine.batching import SequenceRows, build_batch
 from ds41jax.engine.loading import Model, load_model
 from ds41jax.formats import Format, QuantizedArray, values
 from ds41jax.kernels.compute import FLOAT32, REFERENCE, Compute
-from ds41jax.model import attention, backbone, block, drafter, indexer, moe
+from ds41jax.model import attention, backbone, block, drafter, indexer, moe, text_layer
 from ds41jax.model.drafter import Draft
 from ds41jax.model.indexer import Selection
 from ds41jax.model.params import Params
@@ -181,8 +181,8 @@ def run_attention(
     config: ModelConfig,
     compute: Compute,
 ) -> tuple[jax.Array, KVState, Selection]:
-    """`backbone.attention_layer` of a layer that is known only at run time, as in the model."""
-    return backbone.attention_layer(x, index, state, selection, params, batch, config, compute)
+    """`text_layer.attention_layer` of a layer that is known only at run time, as in the model."""
+    return text_layer.attention_layer(x, index, state, selection, params, batch, config, compute)
 
 
 @functools.partial(jax.jit, static_argnames=("ratio", "config", "compute"))
@@ -198,7 +198,7 @@ def run_scores(
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
     """An index source's queries [T, H, D], index queries, head weights and scores [T, N]."""
     weights = at_layer(params.layers.attn, index)
-    frequencies = backbone.layer_frequencies(config, index)
+    frequencies = text_layer.layer_frequencies(config, index)
     latent, q = attention.queries(x, batch.positions, weights, frequencies, config, compute)
     chooser = at_layer(params.indexer, lookup(config.index_source_index, index))
     index_q, head_weights = indexer.index_queries(
@@ -321,7 +321,7 @@ def look_into(
             backbone,
             "run_layers",
             lambda carry, first, last, *rest: unrolled(
-                first, last, lambda i, c: backbone.layer(c, i, *rest), carry
+                first, last, lambda i, c: text_layer.layer(c, i, *rest), carry
             ),
         ),
     ):

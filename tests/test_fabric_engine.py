@@ -75,6 +75,8 @@ def test_tokens_equal_those_of_one_process(lent: tuple[Fabric, list[WorkerProces
     assert drafted.core.counters.drafted > 0
     assert drafted.core.counters.cached_tokens > 0
     assert conversation(engine_run(part(), connected.compute(), dspark=False)) == expected
+    in_lanes = dataclasses.replace(connected.compute(), lanes=2)
+    assert conversation(engine_run(part(), in_lanes)) == expected
 
 
 def test_only_the_requests_of_a_lost_round_fail(

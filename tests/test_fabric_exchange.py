@@ -32,7 +32,7 @@ def test_the_definition_is_the_sum_in_rank_order(name: str) -> None:
     exchange = InProcess(placement)
     live, fault = jnp.arange(T) < LIVE, jnp.int32(0)
     ticket = exchange.send(x, ids, routing, jnp.int32(layer), live, fault, compute)
-    found, _ = exchange.wait(ticket, x, weights.experts, model.config.swiglu_limit, compute)
+    found, _ = exchange.wait(ticket, (x,), weights.experts, model.config.swiglu_limit, compute)
     owners = np.asarray(exchange.owners(ids, live, layer))
     total = None
     for rank in range(topology.ranks):

@@ -15,13 +15,13 @@ from ds41jax.config import ModelConfig, load_config
 from ds41jax.formats import Numerics
 from ds41jax.kernels.cards import AXIS, Cards
 from ds41jax.kernels.compute import Compute, Kernels, Phase
-from ds41jax.model import backbone
-from ds41jax.model.backbone import Carry
+from ds41jax.model import backbone, text_layer
 from ds41jax.model.hyper_connections import initial_pre
 from ds41jax.model.params import param_specs
 from ds41jax.model.sharding import partitions
 from ds41jax.model.state import CacheShape, StepBatch, init_state
 from ds41jax.model.tensors import TensorSpec
+from ds41jax.model.text_layer import Carry
 
 CONFIG = load_config(Path(__file__).parent.parent / "configs" / "deepseek-v4.1-flash.json")
 SEQUENCES, PAGES = 4, 64
@@ -67,7 +67,7 @@ def test_layers_lower_for_gpus(kind: str, rows: int, phase: Phase) -> None:
     carry = jax.eval_shape(lambda: start(rows, config, compute))
 
     def run(carry: Carry, params: Any) -> Carry:
-        return backbone.layer(carry, KINDS[kind], params, batch_of(rows), config, compute)
+        return text_layer.layer(carry, KINDS[kind], params, batch_of(rows), config, compute)
 
     text = lower_for_gpu(run, carry, params, device=next(iter(DEVICES)))
     for kernel in ("matmul", "quantize", "route", "mixes", "sparse_attention", "expert_up"):
@@ -87,7 +87,7 @@ def test_layers_lower_for_two_gpus(rows: int, phase: Phase) -> None:
     carry = jax.eval_shape(lambda: start(rows, config, compute))
 
     def run(carry: Carry, params: Any) -> Carry:
-        return backbone.layer(carry, KINDS["source"], params, batch_of(rows), config, compute)
+        return text_layer.layer(carry, KINDS["source"], params, batch_of(rows), config, compute)
 
     split = partitions(config, compute.cards)
     over_cards = jax.shard_map(

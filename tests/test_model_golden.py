@@ -33,7 +33,7 @@ from oracle import (
 )
 
 from ds41jax.kernels.compute import FLOAT32, REFERENCE, Compute
-from ds41jax.model import backbone
+from ds41jax.model import backbone, text_layer
 from ds41jax.model.block import attention_input
 from ds41jax.model.hyper_connections import (
     collapse,
@@ -233,7 +233,7 @@ def run_layer_parts(
         "stream_out": expand(given["ffn_out"], mid, ffn[1], ffn[2], compute),
         "pre_mix_out": ffn[0],
         "hidden": collapse(given["stream_out"], given["pre_mix_out"], compute),
-        "next_stream_in": backbone.add_engram(
+        "next_stream_in": text_layer.add_engram(
             given["stream_out"], index + 1, params, batch, config, compute
         ),
     }

@@ -36,7 +36,7 @@ from ds41jax.formats import Format, QuantizedArray, encode, values
 from ds41jax.kernels.compute import FLOAT32, REFERENCE, Compute
 from ds41jax.kernels.experts import routed_experts
 from ds41jax.kernels.linear import dot, quantized_linear
-from ds41jax.model import attention, backbone, drafter
+from ds41jax.model import attention, drafter, text_layer
 from ds41jax.model.attention import attention_specs
 from ds41jax.model.block import block_specs
 from ds41jax.model.compressor import compressor_specs
@@ -253,7 +253,7 @@ def run_with_heads(
 
     project = attention.project_output
     with mock.patch.object(attention, "project_output", project_and_keep):
-        result = backbone.attention_layer(
+        result = text_layer.attention_layer(
             x, index, state, selection, params, batch, config, compute
         )
     return result, heads[0]

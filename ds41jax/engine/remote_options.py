@@ -55,6 +55,13 @@ def add_arguments(group: argparse._ArgumentGroup) -> None:
     add("--expert-owners", choices=OWNERS, default="balanced")
     add("--expert-deadline", type=float, default=10.0, metavar="S", help="of a layer's exchange")
     add("--expert-transports", metavar="LIST", help="UCX_TLS; UCX's own choice if left out")
+    add(
+        "--expert-lanes",
+        type=int,
+        choices=(1, 2),
+        default=2,
+        help="2: one half of a step's rows is computed while the other half's experts are away",
+    )
     add("--expert-spin", action=argparse.BooleanOptionalAction, default=False)
 
 
@@ -86,6 +93,7 @@ def remote_experts(
         deadline=args.expert_deadline,
         transports=args.expert_transports,
         spin=args.expert_spin,
+        lanes=args.expert_lanes,
     )
     first, owners = args.expert_first_layer, args.expert_owners
     placement = make_placement(config, topology, first, owners)

@@ -9,6 +9,7 @@ from pathlib import Path
 from time import monotonic
 
 import jax
+import numpy as np
 
 import ds41jax
 from ds41jax.config import load_config
@@ -39,6 +40,7 @@ class FabricOptions:
       spin: poll without sleeping, for the lowest latency at the price of a core.
       checksum: a CRC of every frame.
       control_seconds: bound of every wait on a control connection.
+      lanes: 2 to compute one half of a step's rows while the other half's experts are away.
     """
 
     rows: int = 256
@@ -47,6 +49,7 @@ class FabricOptions:
     spin: bool = False
     checksum: bool = False
     control_seconds: float = 10.0
+    lanes: int = 1
 
     def __post_init__(self) -> None:
         if not 1 <= self.rows <= ROW_LIMIT:
@@ -110,7 +113,8 @@ class Fabric:
     def compute(self, compute: Compute | None = None) -> Compute:
         """What steps of the model must be given so that remote layers come here."""
         exchange = Remote(self.placement, self.session)
-        return dataclasses.replace(compute or Compute(), exchange=exchange)
+        lanes = self.options.lanes
+        return dataclasses.replace(compute or Compute(), exchange=exchange, lanes=lanes)
 
     def up(self, rank: int) -> bool:
         """Whether a worker is connected and proven."""
@@ -146,6 +150,10 @@ class Fabric:
     def takeovers(self) -> int:
         """Exchanges that surviving groups finished for a group that was lost."""
         return int(self.library.handle.ds41jax_takeovers(self.session))
+
+    def timeline(self) -> np.ndarray:
+        """When the last exchanges were sent, awaited and summed; see `Library.timeline`."""
+        return self.library.timeline(self.session, False)
 
     def close(self) -> None:
         """Leaves every worker. Does nothing the second time."""

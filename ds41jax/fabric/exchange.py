@@ -78,7 +78,7 @@ class InProcess:
         return encode(x, Format.FP8_GROUP), ids, weights, layer, live, fault
 
     def wait(
-        self, ticket: Any, meanwhile: jax.Array, experts: Any, limit: float, compute: Compute
+        self, ticket: Any, meanwhile: tuple[Any, ...], experts: Any, limit: float, compute: Compute
     ) -> tuple[jax.Array, jax.Array]:
         """See `Remote.wait`."""
         rows, ids, weights, layer, live, fault = ticket
@@ -177,24 +177,25 @@ class Remote:
         return ticket, count
 
     def wait(
-        self, ticket: Any, meanwhile: jax.Array, experts: Any, limit: float, compute: Compute
+        self, ticket: Any, meanwhile: tuple[Any, ...], experts: Any, limit: float, compute: Compute
     ) -> tuple[jax.Array, jax.Array]:
         """Waits for the ranks' planes and adds them in rank order.
 
         Args:
           ticket: from `send`.
-          meanwhile: [T, D]; computed before this waits.
+          meanwhile: computed before this waits; an array [T, D] first, then any.
 
         Returns:
           [T, D] float32 sums, and the fault: 0, or the number of what went wrong, with zeros.
         """
         number, count = ticket
         shapes = (
-            jax.ShapeDtypeStruct(meanwhile.shape, jnp.float32),
+            jax.ShapeDtypeStruct(meanwhile[0].shape, jnp.float32),
             jax.ShapeDtypeStruct((), jnp.int32),
         )
         call = jax.ffi.ffi_call("ds41jax_expert_wait", shapes, has_side_effect=True)
-        sums, fault = call(number, count, meanwhile, session=np.int32(self.session))
+        before = jax.tree.leaves(meanwhile)
+        sums, fault = call(number, count, *before, session=np.int32(self.session))
         return sums, fault
 
     def describe(self, fault: int) -> str:

@@ -6,6 +6,7 @@ system's, the PyPI wheel `libucx-cu12` or `libucx-cu13`. Only the last lacks Inf
 
 import ctypes
 import ctypes.util
+import enum
 import functools
 import hashlib
 import importlib.util
@@ -19,6 +20,7 @@ from pathlib import Path
 
 import jax
 import jaxlib
+import numpy as np
 
 from ds41jax.cache_folder import cache_folder
 
@@ -82,6 +84,29 @@ class WorkerOptions(ctypes.Structure):
         ("group", ctypes.c_uint32),
         ("executor", ctypes.c_uint32),
     )
+
+
+class Event(enum.IntEnum):
+    """`ds41jax::Event` of native/timeline.h: three of a coordinator, two of a worker."""
+
+    SENT = 1
+    AWAITED = 2
+    SUMMED = 3
+    RECEIVED = 4
+    ANSWERED = 5
+
+
+MOMENTS = 4096
+MOMENT = np.dtype(  # of native/timeline.h
+    [
+        ("nanoseconds", np.uint64),
+        ("wave", np.uint64),
+        ("event", np.uint32),
+        ("layer", np.uint32),
+        ("rows", np.uint32),
+        ("unused", np.uint32),
+    ]
+)
 
 
 def _wheels() -> list[Path]:
@@ -197,6 +222,7 @@ _SIGNATURES: dict[str, tuple[object, tuple[object, ...]]] = {
         (ctypes.c_int, _POINTER, ctypes.c_size_t, ctypes.c_uint64, _POINTER, ctypes.c_size_t),
     ),
     "dismiss": (None, (ctypes.c_int, ctypes.c_int)),
+    "timeline": (ctypes.c_size_t, (ctypes.c_int, ctypes.c_int, ctypes.c_void_p, ctypes.c_size_t)),
     "next_rows": (ctypes.c_uint32, (ctypes.c_int, ctypes.c_uint32)),
     "worker_counts": (
         None,
@@ -255,6 +281,12 @@ class Library:
         counts = (ctypes.c_uint64(), ctypes.c_uint64())
         why = self.text("worker_counts", session, *map(ctypes.byref, counts))
         return counts[0].value, counts[1].value, why
+
+    def timeline(self, session: int, worker: bool) -> np.ndarray:
+        """The last moments of a session's exchanges, oldest first: records of `MOMENT`."""
+        moments = np.zeros(MOMENTS, MOMENT)
+        count = self.handle.ds41jax_timeline(session, int(worker), moments.ctypes.data, MOMENTS)
+        return moments[:count]
 
     def address(self, session: int, worker: bool) -> bytes:
         """The transport's address of a session, for the handshake."""

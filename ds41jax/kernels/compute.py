@@ -58,9 +58,14 @@ class Exchange(Protocol):
         """Starts an exchange of rows [T, D] with choices [T, K]; returns what `wait` takes."""
 
     def wait(
-        self, ticket: Any, meanwhile: jax.Array, experts: Any, limit: float, compute: "Compute"
+        self,
+        ticket: Any,
+        meanwhile: tuple[Any, ...],
+        experts: Any,
+        limit: float,
+        compute: "Compute",
     ) -> tuple[jax.Array, jax.Array]:
-        """The experts' sums [T, D] float32 and the fault so far, once `meanwhile` is computed."""
+        """The experts' sums [T, D] float32 and the fault, once `meanwhile` is computed."""
 
     def describe(self, fault: int) -> str:
         """What a fault that is not 0 was, for people."""
@@ -76,7 +81,8 @@ class Compute:
     only those that need no gradient run.
 
     With `cards`, the functions run inside `shard_map` over them. With `exchange`, routed experts of
-    the layers that it names are computed elsewhere.
+    the layers that it names are computed elsewhere; with two `lanes` one half of a step's rows is
+    computed here while the other half's experts are away.
     """
 
     numerics: Numerics = Numerics.REFERENCE
@@ -85,6 +91,7 @@ class Compute:
     differentiable: bool = False
     cards: Cards | None = None
     exchange: Exchange | None = None
+    lanes: int = 1
 
     def __post_init__(self) -> None:
         if self.kernels is not Kernels.JNP and self.numerics is not Numerics.REFERENCE:
@@ -97,6 +104,10 @@ class Compute:
             )
         if self.exchange is not None and self.cards is not None:
             raise ValueError("remote experts and several cards cannot be combined yet")
+        if self.lanes not in ((1, 2) if self.exchange else (1,)):
+            raise ValueError(
+                f"lanes must be 1, or 2 with remote experts to wait for, not {self.lanes}"
+            )
 
     @property
     def defined(self) -> "Compute":

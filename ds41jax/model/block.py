@@ -22,7 +22,6 @@ from ds41jax.model.norm import rms_norm
 from ds41jax.model.tensors import spec
 
 Attend = Callable[[jax.Array], jax.Array]
-FeedForward = Callable[[jax.Array], jax.Array]
 
 
 @struct.dataclass
@@ -72,30 +71,33 @@ def attention_input(
     return map_rows(compute, tile, stream, pre)
 
 
-def block(
+@struct.dataclass
+class Middle:
+    """A block between its attention and the end of its experts.
+
+    Attributes:
+      stream: [T, S, D] residual streams with the attention's output.
+      x: [T, D] normalised input of the experts.
+      pre: [T, S] collapse weights for the sub-layer after this block.
+      post: [T, S], comb: [T, S, S] how the experts' output joins the streams.
+    """
+
+    stream: jax.Array
+    x: jax.Array
+    pre: jax.Array
+    post: jax.Array
+    comb: jax.Array
+
+
+def first_half(
     stream: jax.Array,
     pre: jax.Array,
-    is_image: jax.Array,
     attend: Attend,
     weights: BlockWeights,
-    num_experts_per_tok: int,
     config: ModelConfig,
     compute: Compute,
-    feed_forward: FeedForward | None = None,
-) -> tuple[jax.Array, jax.Array]:
-    """Runs one block.
-
-    Args:
-      stream: [T, S, D] residual streams.
-      pre: [T, S] collapse weights left by the sub-layer before.
-      is_image: [T] bool.
-      attend: the attention of this block, [T, D] -> [T, D].
-      weights: of one layer.
-      feed_forward: [T, D] -> [T, D] in place of this block's `moe`.
-
-    Returns:
-      The streams after the block, and the collapse weights for the sub-layer that follows.
-    """
+) -> Middle:
+    """A block up to the input of its experts. See `block`."""
 
     def mix_attention(stream: jax.Array) -> tuple[jax.Array, ...]:
         mixes = stream_mixes(stream, weights.hc_attn, config, compute)
@@ -113,14 +115,41 @@ def block(
     x = attention_input(stream, pre, weights, config, compute)
     attn_pre, post, comb = map_rows(compute, mix_attention, stream)
     output = attend(x)
-    stream, x, ffn_pre, post, comb = map_rows(
-        compute, between, stream, output, attn_pre, post, comb
-    )
-    if feed_forward is None:
-        output = moe(x, is_image, weights.ffn, num_experts_per_tok, config, compute)
-    else:
-        output = feed_forward(x)
-    stream = map_rows(
-        compute, lambda o, s, p, c: expand(o, s, p, c, compute), output, stream, post, comb
-    )
-    return stream, ffn_pre
+    return Middle(*map_rows(compute, between, stream, output, attn_pre, post, comb))
+
+
+def second_half(output: jax.Array, middle: Middle, compute: Compute) -> tuple[jax.Array, jax.Array]:
+    """A block from the output [T, D] of its experts on. See `block`."""
+
+    def join(o: jax.Array, s: jax.Array, post: jax.Array, comb: jax.Array) -> jax.Array:
+        return expand(o, s, post, comb, compute)
+
+    stream = map_rows(compute, join, output, middle.stream, middle.post, middle.comb)
+    return stream, middle.pre
+
+
+def block(
+    stream: jax.Array,
+    pre: jax.Array,
+    is_image: jax.Array,
+    attend: Attend,
+    weights: BlockWeights,
+    num_experts_per_tok: int,
+    config: ModelConfig,
+    compute: Compute,
+) -> tuple[jax.Array, jax.Array]:
+    """Runs one block whose experts are here.
+
+    Args:
+      stream: [T, S, D] residual streams.
+      pre: [T, S] collapse weights left by the sub-layer before.
+      is_image: [T] bool.
+      attend: the attention of this block, [T, D] -> [T, D].
+      weights: of one layer.
+
+    Returns:
+      The streams after the block, and the collapse weights for the sub-layer that follows.
+    """
+    middle = first_half(stream, pre, attend, weights, config, compute)
+    output = moe(middle.x, is_image, weights.ffn, num_experts_per_tok, config, compute)
+    return second_half(output, middle, compute)

@@ -3,6 +3,8 @@
 Letters: T rows, D hidden size, F expert width, E experts, K experts a row.
 """
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from flax import struct
@@ -146,6 +148,78 @@ def moe(
     return total if whole else compute.round(sum_of_cards(total))
 
 
+@struct.dataclass
+class ExpertsAway:
+    """A layer's routed experts on their way, and what was computed since they left.
+
+    Attributes:
+      ticket: from the exchange's `send`.
+      shared: [T, D] the shared expert's output.
+    """
+
+    ticket: Any
+    shared: jax.Array
+
+
+def send_experts(
+    x: jax.Array,
+    is_image: jax.Array,
+    live: jax.Array,
+    layer: jax.Array | int,
+    fault: jax.Array,
+    weights: MoeWeights,
+    config: ModelConfig,
+    compute: Compute,
+) -> ExpertsAway:
+    """Starts `moe` with the routed experts behind an exchange; the shared expert runs meanwhile.
+
+    Args:
+      x: [T, D]; is_image: [T] bool; live: [T] bool, False for padding rows.
+      layer: of the model.
+      fault: int32 scalar, not 0 once an exchange of this step has failed.
+    """
+    exchange, limit, k = compute.exchange, config.swiglu_limit, config.num_experts_per_tok
+    assert exchange is not None
+
+    def choose_rows(x: jax.Array, is_image: jax.Array) -> tuple[jax.Array, jax.Array]:
+        return route(x, is_image, weights.gate, k, config, compute)
+
+    ids, routing = map_rows(compute, choose_rows, x, is_image)
+    ticket = exchange.send(x, ids, routing, layer, live, fault, compute)
+    s = weights.shared_experts
+    dense = operand(s.w1, compute), operand(s.w2, compute), operand(s.w3, compute)
+    shared = map_rows(compute, lambda x: expert_mlp(x, dense, None, limit, compute), x)
+    return ExpertsAway(ticket=ticket, shared=shared)
+
+
+def await_experts(
+    away: ExpertsAway,
+    meanwhile: tuple[Any, ...],
+    experts: ExpertWeights,
+    config: ModelConfig,
+    compute: Compute,
+) -> tuple[jax.Array, jax.Array]:
+    """Ends what `send_experts` began.
+
+    Args:
+      meanwhile: arrays that are to be computed before this waits.
+      experts: of the layer; only an exchange that computes them in this process reads them.
+
+    Returns:
+      [T, D], and the fault of this exchange.
+    """
+    assert compute.exchange is not None
+    before = (away.shared, *meanwhile)
+    routed, fault = compute.exchange.wait(
+        away.ticket, before, experts, config.swiglu_limit, compute
+    )
+
+    def combine(routed: jax.Array, shared: jax.Array) -> jax.Array:
+        return compute.round(routed + shared.astype(jnp.float32))
+
+    return map_rows(compute, combine, routed, away.shared), fault
+
+
 def exchanged_moe(
     x: jax.Array,
     is_image: jax.Array,
@@ -153,35 +227,16 @@ def exchanged_moe(
     layer: jax.Array | int,
     fault: jax.Array,
     weights: MoeWeights,
-    k: int,
     config: ModelConfig,
     compute: Compute,
 ) -> tuple[jax.Array, jax.Array]:
-    """`moe` with the routed experts behind an exchange; the shared expert runs meanwhile.
-
-    Args:
-      x: [T, D]; is_image: [T] bool; live: [T] bool, False for padding rows.
-      layer: of the model.
-      fault: int32 scalar, not 0 once an exchange of this step has failed.
+    """`moe` with the routed experts behind an exchange: see `send_experts`.
 
     Returns:
       [T, D], and the fault after this layer.
     """
-    exchange, limit = compute.exchange, config.swiglu_limit
-    assert exchange is not None
-    ids, routing = map_rows(
-        compute, lambda x, image: route(x, image, weights.gate, k, config, compute), x, is_image
-    )
-    ticket = exchange.send(x, ids, routing, layer, live, fault, compute)
-    s = weights.shared_experts
-    dense = operand(s.w1, compute), operand(s.w2, compute), operand(s.w3, compute)
-    shared = map_rows(compute, lambda x: expert_mlp(x, dense, None, limit, compute), x)
-    routed, fault = exchange.wait(ticket, shared, weights.experts, limit, compute)
-
-    def combine(routed: jax.Array, shared: jax.Array) -> jax.Array:
-        return compute.round(routed + shared.astype(jnp.float32))
-
-    return map_rows(compute, combine, routed, shared), fault
+    away = send_experts(x, is_image, live, layer, fault, weights, config, compute)
+    return await_experts(away, (), weights.experts, config, compute)
 
 
 def placed_moe(
@@ -198,9 +253,8 @@ def placed_moe(
     first, k = compute.exchange.first_layer, config.num_experts_per_tok
 
     def elsewhere() -> tuple[jax.Array, jax.Array]:
-        return exchanged_moe(
-            x, batch.is_image, batch.is_row, layer, fault, weights, k, config, compute
-        )
+        mask = batch.is_image, batch.is_row
+        return exchanged_moe(x, *mask, layer, fault, weights, config, compute)
 
     def here() -> tuple[jax.Array, jax.Array]:
         return moe(x, batch.is_image, weights, k, config, compute), fault

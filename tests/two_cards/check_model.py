@@ -31,9 +31,9 @@ from ds41jax.kernels.cards import ALL_PARTS, AXIS, Part, sum_of_cards
 from ds41jax.kernels.compute import FLOAT32, REFERENCE, Compute
 from ds41jax.kernels.sparse_attention import sparse_attention
 from ds41jax.model import attention
-from ds41jax.model.backbone import layer_frequencies
 from ds41jax.model.sharding import check_split, find_cards, partitions
 from ds41jax.model.tensors import at_layer
+from ds41jax.model.text_layer import layer_frequencies
 
 SMOOTH_LIMIT, LOGIT_LIMIT = 1e-3, 0.10  # of the golden data: float32 absolute, reference relative
 VOCABULARY = frozenset({Part.VOCABULARY})

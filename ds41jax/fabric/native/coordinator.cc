@@ -190,6 +190,7 @@ uint64_t Coordinator::send(const Rows& given) {
     plan_owners(g, rows.layer, rows.ids, rows.rows, options_.balanced, alive, owners_);
     encode_request(g, wave->id, options_.checksum ? kFlagChecksum : 0, rows, wave->frame.data);
     post(*wave, alive);
+    timeline_.note(Event::kSent, wave->id, wave->layer, wave->rows);
   }
   return uint64_t(wave - waves_ + 1) << 32 | uint32_t(wave->id);
 }
@@ -264,6 +265,7 @@ uint32_t Coordinator::wait(uint64_t ticket, uint32_t rows, float* out) {
   Wave* wave = place >= 1 && place <= kWaves ? &waves_[place - 1] : nullptr;
   if (!wave || !wave->taken || uint32_t(wave->id) != uint32_t(ticket) || wave->rows != rows)
     return record("a ticket that was never given");
+  timeline_.note(Event::kAwaited, wave->id, wave->layer, rows);
   while (true) {
     hub_.progress();
     bool pending, failed;
@@ -286,6 +288,7 @@ uint32_t Coordinator::wait(uint64_t ticket, uint32_t rows, float* out) {
     hub_.pause(lock, wave->deadline);
   }
   sum(*wave, out);
+  timeline_.note(Event::kSummed, wave->id, wave->layer, rows);
   wave->taken = false;
   return 0;
 }
@@ -322,6 +325,11 @@ std::string Coordinator::fault(uint32_t number) {
 uint64_t Coordinator::takeovers() {
   Lock lock(hub_.mutex);
   return takeovers_;
+}
+
+size_t Coordinator::timeline(Moment* out, size_t size) {
+  Lock lock(hub_.mutex);
+  return timeline_.copy(out, size);
 }
 
 }  // namespace ds41jax

@@ -12,6 +12,7 @@
 
 #include "frames.h"
 #include "hub.h"
+#include "timeline.h"
 
 namespace ds41jax {
 
@@ -47,6 +48,7 @@ class Coordinator {
   uint32_t wait(uint64_t ticket, uint32_t rows, float* out);
   std::string fault(uint32_t number);
   uint64_t takeovers();
+  size_t timeline(Moment* out, size_t size);
 
  private:
   struct Rank {
@@ -91,6 +93,7 @@ class Coordinator {
   std::vector<std::string> faults_;
   uint32_t fault_count_ = 0;
   uint64_t takeovers_ = 0;
+  Timeline timeline_;
 };
 
 }  // namespace ds41jax

@@ -35,7 +35,7 @@ ffi::Error send_rows(CuStream stream, int32_t session, int32_t source,
 }
 
 ffi::Error wait_sums(CuStream stream, int32_t session, ffi::Buffer<ffi::U32> ticket,
-                     ffi::Buffer<ffi::S32> rows, ffi::AnyBuffer,
+                     ffi::Buffer<ffi::S32> rows, ffi::RemainingArgs,
                      ffi::ResultBuffer<ffi::F32> sums, ffi::ResultBuffer<ffi::S32> fault) {
   auto boxes = mailboxes.get(session);
   if (!boxes) return result("the fabric is closed");
@@ -105,7 +105,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(Ds41jaxCudaWait, wait_sums,
                                   .Attr<int32_t>("session")
                                   .Arg<ffi::Buffer<ffi::U32>>()
                                   .Arg<ffi::Buffer<ffi::S32>>()
-                                  .Arg<ffi::AnyBuffer>()
+                                  .RemainingArgs()
                                   .Ret<ffi::Buffer<ffi::F32>>()
                                   .Ret<ffi::Buffer<ffi::S32>>(),
                               {ffi::Traits::kCmdBufferCompatible});

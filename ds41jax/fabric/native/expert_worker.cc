@@ -137,6 +137,7 @@ Work ExpertWorker::receive(uint32_t above, uint32_t capacity, uint32_t timeout_m
     return {0, options_.geometry.first_layer};
   }
   frame->state = State::kComputing;
+  timeline_.note(Event::kReceived, header.request, header.layer, header.rows);
   lock.unlock();
   unpack(*frame, capacity, codes, scales, ids, weights);
   return {uint32_t(frame - frames_ + 1), header.layer};
@@ -180,6 +181,7 @@ void ExpertWorker::respond(uint32_t place, const uint8_t* rows) {
   std::memcpy(frame.response.data + sizeof(ResponseHeader), rows,
               size_t{header.rows} * options_.geometry.hidden * 2);
   ++answered_;
+  timeline_.note(Event::kAnswered, header.request, header.layer, header.rows);
   answer(frame, kStatusOk);
   hub_.progress();
 }
@@ -213,6 +215,11 @@ uint64_t ExpertWorker::refused() {
 std::string ExpertWorker::last_refusal() {
   Lock lock(hub_.mutex);
   return last_refusal_;
+}
+
+size_t ExpertWorker::timeline(Moment* out, size_t size) {
+  Lock lock(hub_.mutex);
+  return timeline_.copy(out, size);
 }
 
 }  // namespace ds41jax

@@ -8,6 +8,7 @@
 
 #include "frames.h"
 #include "hub.h"
+#include "timeline.h"
 
 namespace ds41jax {
 
@@ -47,6 +48,7 @@ class ExpertWorker {
   uint64_t answered();
   uint64_t refused();
   std::string last_refusal();
+  size_t timeline(Moment* out, size_t size);
 
  private:
   struct Peer {
@@ -76,6 +78,7 @@ class ExpertWorker {
   Frame frames_[kInbox];
   uint64_t order_ = 0, answered_ = 0, refused_ = 0;
   std::string last_refusal_;
+  Timeline timeline_;
 };
 
 }  // namespace ds41jax

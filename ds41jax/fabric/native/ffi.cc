@@ -52,9 +52,9 @@ ffi::Error expert_send(int32_t session, int32_t source, ffi::Buffer<ffi::U8> cod
   return ffi::Error::Success();
 }
 
-// The last operand only orders the call after what the step does meanwhile.
+// The operands after `rows` only order the call after what the step does meanwhile.
 ffi::Error expert_wait(int32_t session, ffi::Buffer<ffi::U32> ticket, ffi::Buffer<ffi::S32> rows,
-                       ffi::AnyBuffer, ffi::ResultBuffer<ffi::F32> sums,
+                       ffi::RemainingArgs, ffi::ResultBuffer<ffi::F32> sums,
                        ffi::ResultBuffer<ffi::S32> fault) {
   auto coordinator = coordinators().get(session);
   if (!coordinator) return closed();
@@ -110,7 +110,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(Ds41jaxExpertWait, expert_wait,
                                   .Attr<int32_t>("session")
                                   .Arg<ffi::Buffer<ffi::U32>>()
                                   .Arg<ffi::Buffer<ffi::S32>>()
-                                  .Arg<ffi::AnyBuffer>()
+                                  .RemainingArgs()
                                   .Ret<ffi::Buffer<ffi::F32>>()
                                   .Ret<ffi::Buffer<ffi::S32>>());
 XLA_FFI_DEFINE_HANDLER_SYMBOL(Ds41jaxExpertReceive, expert_receive,
@@ -241,6 +241,16 @@ void ds41jax_worker_counts(int session, uint64_t* answered, uint64_t* refused, c
   *answered = worker->answered();
   *refused = worker->refused();
   copy_text(worker->last_refusal(), refusal, size);
+}
+
+// The last moments of a session, oldest first; how many.
+size_t ds41jax_timeline(int session, int is_worker, ds41jax::Moment* out, size_t size) {
+  if (is_worker) {
+    auto worker = expert_workers().get(session);
+    return worker ? worker->timeline(out, size) : 0;
+  }
+  auto coordinator = coordinators().get(session);
+  return coordinator ? coordinator->timeline(out, size) : 0;
 }
 
 // The codec, for tests and tools.
