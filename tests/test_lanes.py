@@ -67,10 +67,13 @@ def test_sequences_beside_each_other_are_the_same(cut: int) -> None:
 
 @dataclass(frozen=True)
 class Noting:
-    """An exchange whose experts answer nothing, and that notes when it was asked and awaited."""
+    """An exchange without experts that notes when it was asked and awaited, and fails if told to.
+
+    Every note needs what the call was given, and gives what the call returns, so that none moves.
+    """
 
     notes: list[tuple[str, int, int]] = field(default_factory=list, hash=False, compare=False)
-    fault_at: int = -1
+    faults: dict[int, int] = field(default_factory=dict, hash=False, compare=False)  # by layer
     first_layer = 0
     holds_experts = False
 
@@ -78,48 +81,47 @@ class Noting:
         self, x: jax.Array, ids: Any, weights: Any, layer: Any, live: jax.Array, fault: Any, _: Any
     ) -> Any:
         rows = jnp.sum(live.astype(jnp.int32))
-        return self._note("send", layer, rows, fault), jnp.asarray(layer, jnp.int32), rows, fault
+        number = self._note("send", layer, rows, jnp.sum(x), fault)
+        return number, jnp.asarray(layer, jnp.int32), rows, fault
 
     def wait(self, ticket: Any, meanwhile: Any, *_: Any) -> tuple[jax.Array, jax.Array]:
         number, layer, rows, fault = ticket
         before = sum(jnp.sum(leaf).astype(jnp.float32) for leaf in jax.tree.leaves(meanwhile))
-        self._note("wait", layer, rows, number + 0 * before.astype(jnp.int32))
-        fault = jnp.where((fault == 0) & (layer == self.fault_at), 7, fault)
-        return jnp.zeros(meanwhile[0].shape, jnp.float32), fault
+        found = self._note("wait", layer, rows, number, before)
+        sums = jnp.full(meanwhile[0].shape, found, jnp.float32)
+        return sums, jnp.where(fault == 0, found, fault)
 
     def describe(self, fault: int) -> str:
         return f"fault {fault}"
 
     def _note(self, what: str, *numbers: Any) -> jax.Array:
-        def note(layer: Any, rows: Any, after: Any) -> Any:
+        def note(layer: Any, rows: Any, *after: Any) -> Any:
             self.notes.append((what, int(layer), int(rows)))
-            return np.int32(0)
+            return np.int32(self.faults.get(int(layer), 0) if what == "wait" else 0)
 
-        number: jax.Array = jax.experimental.io_callback(
-            note, jax.ShapeDtypeStruct((), jnp.int32), *numbers
-        )
+        result = jax.ShapeDtypeStruct((), jnp.int32)
+        number: jax.Array = jax.experimental.io_callback(note, result, *numbers)
         return number
 
 
 def test_a_lane_waits_only_once_the_other_has_sent() -> None:
+    """And the first fault of either lane is the step's."""
     exchange = Noting()
     run = Run(Compute(exchange=exchange, lanes=2), recorded("tiny_runs")["b27.input_ids"])
-    run.full(0, 25)
-    jax.effects_barrier()
-    a, b = 13, 12  # rows
+    layers, a, b = run.config.num_hidden_layers, 13, 12  # rows of the lanes
+    run.full(0, a + b)
     expected = [("send", 0, a), ("send", 0, b)]
-    for layer in range(1, run.config.num_hidden_layers):
+    for layer in range(1, layers):
         expected += [("wait", layer - 1, a), ("send", layer, a)]
         expected += [("wait", layer - 1, b), ("send", layer, b)]
-    last = run.config.num_hidden_layers - 1
-    assert exchange.notes == [*expected, ("wait", last, a), ("wait", last, b)]
-
-
-@pytest.mark.parametrize("layer", [0, 12])
-def test_the_first_fault_of_either_lane_is_the_steps(layer: int) -> None:
-    run = Run(Compute(exchange=Noting(fault_at=layer), lanes=2), np.arange(20, 60))
-    run.full(0, 40)
+    assert exchange.notes == [*expected, ("wait", layers - 1, a), ("wait", layers - 1, b)]
+    assert int(run.state.fault) == 0
+    exchange.faults.update({3: 7, layers - 1: 8})
+    run.full(0, a + b)
     assert int(run.state.fault) == 7
+    del exchange.faults[3]
+    run.full(0, a + b)
+    assert int(run.state.fault) == 8
 
 
 def test_lanes_need_experts_to_wait_for() -> None:
