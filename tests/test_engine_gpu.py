@@ -51,7 +51,7 @@ def test_prefill_programs_lower_for_gpus(bounded):
 def test_round_programs_lower_for_gpus():
     d = device()
     assert d.compute.phase is Phase.DECODE
-    for shape in d.shapes:
+    for shape in (d.shapes[0], d.shapes[-1]):  # those between differ from the last in rows alone
         batch, choices = d.rounds.idle(shape)
         text = lowered(steps.full_step, d.state, batch, config=d.config, compute=d.compute)
         for kernel in (*KERNELS, "index_scores"):

@@ -1,7 +1,7 @@
 """The engine over worker processes: the same tokens as over the same topology in one process.
 
-Drafts, seeds, prefixes and several requests at once included; and what happens to requests when
-workers are lost and come back.
+Drafts, seeds, prefixes, lanes and several requests at once included; and what happens to requests
+when workers are lost and come back.
 """
 
 import dataclasses
@@ -74,9 +74,8 @@ def test_tokens_equal_those_of_one_process(lent: tuple[Fabric, list[WorkerProces
     assert conversation(drafted) == expected
     assert drafted.core.counters.drafted > 0
     assert drafted.core.counters.cached_tokens > 0
-    assert conversation(engine_run(part(), connected.compute(), dspark=False)) == expected
     in_lanes = dataclasses.replace(connected.compute(), lanes=2)
-    assert conversation(engine_run(part(), in_lanes)) == expected
+    assert conversation(engine_run(part(), in_lanes, dspark=False)) == expected
 
 
 def test_only_the_requests_of_a_lost_round_fail(
@@ -126,7 +125,7 @@ def test_a_lost_group_costs_no_request() -> None:
         settings = FabricOptions(rows=ROWS, transports=TCP, deadline=2.0)
         with Fabric(TINY, made, endpoints, settings) as connected:
             connected.wait_ready(60)
-            run = engine_run(part(), connected.compute())
+            run = engine_run(part(), connected.compute(), dspark=False)
             numbers = [run.add(request(prompt(n, 15), 8)) for n in (11, 12)]
             while not all(run.tokens(n) for n in numbers):
                 run.core.step()

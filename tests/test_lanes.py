@@ -35,13 +35,6 @@ def test_a_prompt_is_the_same(rows: int) -> None:
     assert_same(runs[1].state, runs[0].state)
 
 
-def test_bounded_prefill_is_the_same() -> None:
-    tokens = np.resize(recorded("tiny_runs")["b27.input_ids"], 40)
-    runs = [Run(lanes(count), tokens) for count in (1, 2)]
-    assert_same(runs[1].bounded(), runs[0].bounded())
-    assert_same(runs[1].state, runs[0].state)
-
-
 @pytest.mark.parametrize("cut", [4, 9])
 def test_sequences_beside_each_other_are_the_same(cut: int) -> None:
     """The border between the lanes falls inside a sequence, then on its end."""
