@@ -25,7 +25,7 @@ from matplotlib import pyplot as plt
 from timing import write_results
 from tqdm import tqdm
 
-from ds41jax.config import ModelConfig, load_config
+from ds41jax.config import load_config
 from ds41jax.engine import steps
 from ds41jax.engine.batching import SequenceRows, build_batch
 from ds41jax.engine.default_model import default_model_path
@@ -35,7 +35,8 @@ from ds41jax.fabric.library import Event, native
 from ds41jax.fabric.topology import Placement, find_topology, make_placement
 from ds41jax.fabric.worker import Worker
 from ds41jax.kernels.compute import Compute, Phase
-from ds41jax.model.state import PAGE_ROWS, CacheShape, KVState, StepBatch, init_state
+from ds41jax.model.sharding import empty_caches
+from ds41jax.model.state import PAGE_ROWS, CacheShape, KVState, StepBatch
 
 CELLS = {  # sequences, rows of each, phase
     "prefill": (1, 256, Phase.PREFILL),
@@ -100,9 +101,9 @@ def make_batch(model: Model, sequences: int, rows: int) -> StepBatch:
     return build_batch(given, tables.reshape(shape), config, buckets=(sequences * rows,))
 
 
-def make_state(config: ModelConfig, batch: StepBatch, compute: Compute) -> KVState:
+def make_state(model: Model, batch: StepBatch, compute: Compute) -> KVState:
     shape = CacheShape(batch.page_tables.shape[1], batch.page_tables.size)
-    return init_state(config, shape, compute)
+    return empty_caches(model.config, shape, compute, model.params.norm.sharding)
 
 
 class Cell:
@@ -110,7 +111,7 @@ class Cell:
 
     def __init__(self, model: Model, batch: StepBatch, compute: Compute):
         self.model, self.batch, self.compute = model, batch, compute
-        self.state = make_state(model.config, batch, compute)
+        self.state = make_state(model, batch, compute)
         self.seconds: list[float] = []
         self.start = self.end = 0
 

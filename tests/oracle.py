@@ -22,7 +22,8 @@ from ds41jax.model import attention, backbone, block, drafter, indexer, moe, tex
 from ds41jax.model.drafter import Draft
 from ds41jax.model.indexer import Selection
 from ds41jax.model.params import Params
-from ds41jax.model.state import PAGE_ROWS, CacheShape, KVState, StepBatch, init_state
+from ds41jax.model.sharding import empty_caches
+from ds41jax.model.state import PAGE_ROWS, CacheShape, KVState, StepBatch
 from ds41jax.model.tensors import at_layer, lookup
 
 BOTH = (REFERENCE, FLOAT32)
@@ -231,6 +232,11 @@ def global_values(
     return values(jax.tree.map(lambda x: x[page, groups % PAGE_ROWS], pages))
 
 
+def caches(model: Model, shape: CacheShape, compute: Compute) -> KVState:
+    """Empty ones where the weights lie, so that a first step needs no program of its own."""
+    return empty_caches(model.config, shape, compute, model.params.norm.sharding)
+
+
 class Run:
     """One sequence stepped by hand, always through the same few programs."""
 
@@ -238,7 +244,7 @@ class Run:
         self.model, self.compute, self.tokens = tiny_model(), compute, np.asarray(tokens)
         self.config = self.model.config
         self.tables = page_tables(self.config, pages=pages)
-        self.state = init_state(self.config, CacheShape(1, self.tables.size), compute)
+        self.state = caches(self.model, CacheShape(1, self.tables.size), compute)
         self.is_image = np.zeros(len(self.tokens), bool)
         self.image_embeds = np.zeros((len(self.tokens), self.config.hidden_size), np.float32)
 

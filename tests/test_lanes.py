@@ -8,14 +8,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from oracle import Run, assert_same, page_tables, recorded, tiny_model
+from oracle import Run, assert_same, caches, page_tables, recorded, tiny_model
 from test_row_independence import SLOTS, prompt, shared_batch
 
 from ds41jax.engine import steps
 from ds41jax.fabric.exchange import InProcess
 from ds41jax.fabric.topology import find_topology, make_placement
 from ds41jax.kernels.compute import Compute
-from ds41jax.model.state import CacheShape, init_state
+from ds41jax.model.state import CacheShape
 
 FIRST = 3  # layers 0 to 2 keep their experts
 
@@ -42,7 +42,7 @@ def test_sequences_beside_each_other_are_the_same(cut: int) -> None:
     tables = page_tables(model.config, slots=4)[:, ::-1]
     found = []
     for count in (1, 2):
-        state = init_state(model.config, CacheShape(4, tables.size), lanes(count))
+        state = caches(model, CacheShape(4, tables.size), lanes(count))
         spans = {case: (0, len(prompt(case)) - cut) for case in SLOTS}
         results = []
         for _ in range(2):

@@ -18,6 +18,7 @@ from oracle import (
     BOTH,
     Run,
     assert_same,
+    caches,
     make_rows,
     page_tables,
     recorded,
@@ -34,7 +35,7 @@ from ds41jax.kernels.index_select import candidate_blocks, index_scores, top_row
 from ds41jax.kernels.linear import grouped_linear, linear, quantized_linear
 from ds41jax.kernels.rows import map_rows
 from ds41jax.kernels.sparse_attention import sparse_attention
-from ds41jax.model.state import CacheShape, StepBatch, init_state
+from ds41jax.model.state import CacheShape, StepBatch
 
 PROMPTS = ("b13", "b27")
 Results = tuple[np.ndarray, np.ndarray]
@@ -129,7 +130,7 @@ def test_batched_is_alone(compute: Compute) -> None:
     """A ragged prefill and ragged decoding, with other slots, buckets and neighbours."""
     model = tiny_model()
     tables = page_tables(model.config, slots=4)[:, ::-1]
-    state = init_state(model.config, CacheShape(4, tables.size), compute)
+    state = caches(model, CacheShape(4, tables.size), compute)
     at = {case: 0 for case in SLOTS}
     until = {case: len(prompt(case)) for case in SLOTS}
     expected = {case: alone(case, compute)[0] for case in SLOTS}
@@ -153,7 +154,7 @@ def test_drafts_of_slots_are_apart(compute: Compute) -> None:
     """One sequence's draft, alone and among slots that hold other sequences or nothing."""
     model = tiny_model()
     tables = page_tables(model.config, slots=4)
-    state = init_state(model.config, CacheShape(4, tables.size), compute)
+    state = caches(model, CacheShape(4, tables.size), compute)
     spans = {case: (0, len(prompt(case))) for case in SLOTS}
     batch = shared_batch(tables, spans, 64, 4)
     state, *_ = steps.full_step(model.params, state, batch, model.config, compute)
