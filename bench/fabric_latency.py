@@ -88,6 +88,8 @@ def echo_worker(rank: int, transports: str, spin: bool, rows: int, pipe: Any) ->
     while not pipe.poll():
         if library.handle.ds41jax_next_rows(session, 50):
             answer().block_until_ready()
+    pipe.recv()
+    pipe.send(library.timeline(session, True))
 
 
 def exchanges(session: int, rows: int) -> Any:
@@ -132,8 +134,28 @@ def time_programs(session: int, rows: int) -> list[float]:
     return times[1:]
 
 
-def measure_exchange(ranks: int, transports: str, spin: bool, rows: int) -> list[float]:
-    """Microseconds an exchange, one number a program."""
+def parts(here: np.ndarray, there: np.ndarray) -> dict[str, float]:
+    """Median microseconds of what an exchange with one rank is made of, from both timelines."""
+
+    def moments(of: np.ndarray, event: Event) -> dict[int, int]:
+        return {int(m["wave"]): int(m["nanoseconds"]) for m in of[of["event"] == event]}
+
+    sent, summed = moments(here, Event.SENT), moments(here, Event.SUMMED)
+    received, answered = moments(there, Event.RECEIVED), moments(there, Event.ANSWERED)
+    waves = sorted(set(sent) & set(summed) & set(received) & set(answered))
+    spans = {
+        "there": [received[w] - sent[w] for w in waves],
+        "worker's program": [answered[w] - received[w] for w in waves],
+        "back": [summed[w] - answered[w] for w in waves],
+        "coordinator's program": [sent[w + 1] - summed[w] for w in waves if w + 1 in sent],
+    }
+    return {name: statistics.median(span) / 1e3 for name, span in spans.items()}
+
+
+def measure_exchange(
+    ranks: int, transports: str, spin: bool, rows: int
+) -> tuple[list[float], dict[str, float]]:
+    """Microseconds an exchange, one number a program; and of what they are made with one rank."""
     context = multiprocessing.get_context("spawn")
     pipes, processes = [], []
     for rank in range(ranks):
@@ -165,14 +187,17 @@ def measure_exchange(ranks: int, transports: str, spin: bool, rows: int) -> list
             pipe.send((address, 1000 + rank))
             assert pipe.recv() == "ready"
             library.call("attach", session, rank, theirs, len(theirs), 1000 + rank)
-        return time_programs(session, rows)
+        times = time_programs(session, rows)
+        timeline = library.timeline(session, False)
     finally:
         for pipe in pipes:
             pipe.send("end")
+        there = [pipe.recv() for pipe in pipes]
         for process in processes:
             process.join(5)
         library.handle.ds41jax_close_mailboxes(session)
         library.handle.ds41jax_close_coordinator(session)
+    return times, parts(timeline, there[0])
 
 
 def measure_bare(program: Path, transports: str, spin: bool, rows: int) -> float:
@@ -216,11 +241,13 @@ def main() -> None:
                 for ranks in (1, 4):
                     if spin and ranks >= (os.cpu_count() or 1):
                         continue  # processes that spin would fight for the cores
-                    times = measure_exchange(ranks, transports, bool(spin), rows)
+                    times, spans = measure_exchange(ranks, transports, bool(spin), rows)
                     found = statistics.median(times)
                     label = f"{name}, {'spin' if spin else 'sleep'}"
                     over = f"{found - bare:>7.1f}" if ranks == 1 else f"{'':>7}"
                     print(f"{label:<22}{rows:>5}{ranks:>6}{bare:>9.1f}{found:>13.1f}{over}")
+                    if ranks == 1:
+                        print("   ", ", ".join(f"{name} {us:.1f}" for name, us in spans.items()))
                     records.append(
                         {
                             "transport": name,
@@ -229,6 +256,7 @@ def main() -> None:
                             "ranks": ranks,
                             "bare_us": bare,
                             "exchange_us": times,
+                            "parts_us": spans if ranks == 1 else None,
                         }
                     )
     if args.out:

@@ -85,8 +85,6 @@ def remote_experts(
             f"--expert-topology {topology.name} needs {topology.ranks} of --expert-worker, not "
             f"{len(args.expert_worker)}"
         )
-    if engine.cards > 1:
-        raise ValueError("--expert-worker and --cards above 1 cannot be combined yet")
     block = config.dspark_block_size if engine.dspark else 0
     options = FabricOptions(
         rows=max(engine.prefill_chunk, engine.max_active * (1 + block)),

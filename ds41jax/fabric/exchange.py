@@ -14,11 +14,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from ds41jax.fabric.library import native
 from ds41jax.fabric.owners import balanced_owners, fixed_owners
 from ds41jax.fabric.topology import Placement
 from ds41jax.formats import Format, QuantizedArray, decode, encode
+from ds41jax.kernels.cards import AXIS, sum_of_cards
 from ds41jax.kernels.compute import Compute, Phase
 from ds41jax.kernels.experts import routed_experts
 
@@ -129,6 +131,9 @@ def slices(experts: Any, columns: slice) -> tuple[Any, Any, Any]:
 class Remote:
     """The exchange of a step whose experts are in other processes.
 
+    Of several cards the first one speaks with them: the others send no rows, sum zeros, and get
+    what the first one got.
+
     Attributes:
       placement: which layers are remote.
       session: place of the open coordinator in the native library.
@@ -166,6 +171,8 @@ class Remote:
         """
         rows = encode(x, Format.FP8_GROUP)
         count = jnp.sum(live.astype(jnp.int32))
+        if compute.cards is not None:
+            count = jnp.where(lax.axis_index(AXIS) == 0, count, 0)
         numbers = jnp.stack([jnp.asarray(layer, jnp.int32), count, fault])
         source = PREFILL_ROWS if compute.phase is Phase.PREFILL else DECODE_ROWS
         call = jax.ffi.ffi_call(
@@ -196,6 +203,8 @@ class Remote:
         call = jax.ffi.ffi_call("ds41jax_expert_wait", shapes, has_side_effect=True)
         before = jax.tree.leaves(meanwhile)
         sums, fault = call(number, count, *before, session=np.int32(self.session))
+        if compute.cards is not None:
+            sums, fault = sum_of_cards(sums), lax.pmax(fault, AXIS)
         return sums, fault
 
     def describe(self, fault: int) -> str:

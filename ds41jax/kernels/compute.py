@@ -102,8 +102,10 @@ class Compute:
             raise ValueError(
                 f"rows go to remote experts in FP8, so not with {self.numerics.value!r} numerics"
             )
-        if self.exchange is not None and self.cards is not None:
-            raise ValueError("remote experts and several cards cannot be combined yet")
+        if self.exchange is not None and self.exchange.holds_experts and self.splits(Part.EXPERTS):
+            raise ValueError(
+                "an exchange that computes experts here needs them whole on every card"
+            )
         if self.lanes not in ((1, 2) if self.exchange else (1,)):
             raise ValueError(
                 f"lanes must be 1, or 2 with remote experts to wait for, not {self.lanes}"

@@ -180,6 +180,7 @@ def send_experts(
     """
     exchange, limit, k = compute.exchange, config.swiglu_limit, config.num_experts_per_tok
     assert exchange is not None
+    whole = not compute.splits(Part.EXPERTS)
 
     def choose_rows(x: jax.Array, is_image: jax.Array) -> tuple[jax.Array, jax.Array]:
         return route(x, is_image, weights.gate, k, config, compute)
@@ -188,7 +189,8 @@ def send_experts(
     ticket = exchange.send(x, ids, routing, layer, live, fault, compute)
     s = weights.shared_experts
     dense = operand(s.w1, compute), operand(s.w2, compute), operand(s.w3, compute)
-    shared = map_rows(compute, lambda x: expert_mlp(x, dense, None, limit, compute), x)
+    shared = map_rows(compute, lambda x: expert_mlp(x, dense, None, limit, compute, whole), x)
+    shared = shared if whole else compute.round(sum_of_cards(shared))
     return ExpertsAway(ticket=ticket, shared=shared)
 
 

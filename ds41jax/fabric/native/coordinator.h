@@ -16,7 +16,7 @@
 
 namespace ds41jax {
 
-constexpr uint32_t kWaves = 4;  // in flight at once
+constexpr uint32_t kWaves = 8;  // in flight at once: two lanes, and idle ones of other cards
 constexpr uint32_t kMaxRanks = 6;
 
 struct CoordinatorOptions {

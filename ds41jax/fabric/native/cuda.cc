@@ -29,6 +29,7 @@ struct Driver {
   int (*free_host)(void*);
   int (*to_device)(uint64_t, const void*, size_t, void*);
   int (*to_host)(void*, uint64_t, size_t, void*);
+  int (*clear)(uint64_t, unsigned char, size_t, void*);
   int (*synchronize)(void*);
   int (*launch)(void*, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, void*,
                 void**, void**);
@@ -58,6 +59,7 @@ Driver open_driver() {
   find(driver.free_host, "cuMemFreeHost");
   find(driver.to_device, "cuMemcpyHtoDAsync_v2");
   find(driver.to_host, "cuMemcpyDtoHAsync_v2");
+  find(driver.clear, "cuMemsetD8Async");
   find(driver.synchronize, "cuStreamSynchronize");
   find(driver.launch, "cuLaunchKernel");
   return driver;
@@ -96,6 +98,11 @@ uint64_t aligned(uint64_t size) { return (size + 15) / 16 * 16; }
 volatile uint32_t* header_of(uint8_t* box) { return reinterpret_cast<volatile uint32_t*>(box); }
 
 }  // namespace
+
+const char* clear(CuStream stream, void* data, uint64_t bytes) {
+  const int status = driver().clear(reinterpret_cast<uint64_t>(data), 0, bytes, stream);
+  return status ? "clearing an idle card's results failed" : nullptr;
+}
 
 Mailboxes::Mailboxes(std::shared_ptr<Coordinator> coordinator, const CoordinatorOptions& options,
                      const void* image)

@@ -27,6 +27,9 @@ struct MailboxLayout {
   uint64_t patience;
 };
 
+// Enqueues zeros on the stream's device; why not, or null.
+const char* clear(CuStream stream, void* data, uint64_t bytes);
+
 class Mailboxes {
  public:
   // `image` is the compiled exchange.cu. Throws std::runtime_error.

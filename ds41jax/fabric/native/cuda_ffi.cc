@@ -23,22 +23,31 @@ ffi::Error result(const char* why) {
   return why ? ffi::Error(ffi::ErrorCode::kInternal, why) : ffi::Error::Success();
 }
 
-ffi::Error send_rows(CuStream stream, int32_t session, int32_t source,
+// Only the first card speaks with workers; the others send no rows, so nothing is what they get.
+bool speaks(int32_t ordinal) { return ordinal == 0; }
+
+ffi::Error send_rows(CuStream stream, int32_t ordinal, int32_t session, int32_t source,
                      ffi::Buffer<ffi::U8> codes, ffi::Buffer<ffi::U8> scales,
                      ffi::Buffer<ffi::S32> ids, ffi::Buffer<ffi::F32> weights,
                      ffi::Buffer<ffi::S32> numbers, ffi::ResultBuffer<ffi::U32> ticket) {
   auto boxes = mailboxes.get(session);
   if (!boxes) return result("the fabric is closed");
+  if (!speaks(ordinal))
+    return result(ds41jax::clear(stream, ticket->untyped_data(), ticket->size_bytes()));
   return result(boxes->send(stream, source, codes.untyped_data(), scales.untyped_data(),
                             ids.untyped_data(), weights.untyped_data(), numbers.untyped_data(),
                             ticket->untyped_data()));
 }
 
-ffi::Error wait_sums(CuStream stream, int32_t session, ffi::Buffer<ffi::U32> ticket,
+ffi::Error wait_sums(CuStream stream, int32_t ordinal, int32_t session, ffi::Buffer<ffi::U32> ticket,
                      ffi::Buffer<ffi::S32> rows, ffi::RemainingArgs,
                      ffi::ResultBuffer<ffi::F32> sums, ffi::ResultBuffer<ffi::S32> fault) {
   auto boxes = mailboxes.get(session);
   if (!boxes) return result("the fabric is closed");
+  if (!speaks(ordinal)) {
+    const char* why = ds41jax::clear(stream, fault->untyped_data(), fault->size_bytes());
+    return result(why ? why : ds41jax::clear(stream, sums->untyped_data(), sums->size_bytes()));
+  }
   return result(boxes->wait(stream, ticket.untyped_data(), rows.untyped_data(),
                             sums->untyped_data(), sums->size_bytes(), fault->untyped_data()));
 }
@@ -90,6 +99,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(Ds41jaxCudaRespond, send_answer,
 XLA_FFI_DEFINE_HANDLER_SYMBOL(Ds41jaxCudaSend, send_rows,
                               ffi::Ffi::Bind()
                                   .Ctx<ffi::PlatformStream<CuStream>>()
+                                  .Ctx<ffi::DeviceOrdinal>()
                                   .Attr<int32_t>("session")
                                   .Attr<int32_t>("source")
                                   .Arg<ffi::Buffer<ffi::U8>>()
@@ -102,6 +112,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(Ds41jaxCudaSend, send_rows,
 XLA_FFI_DEFINE_HANDLER_SYMBOL(Ds41jaxCudaWait, wait_sums,
                               ffi::Ffi::Bind()
                                   .Ctx<ffi::PlatformStream<CuStream>>()
+                                  .Ctx<ffi::DeviceOrdinal>()
                                   .Attr<int32_t>("session")
                                   .Arg<ffi::Buffer<ffi::U32>>()
                                   .Arg<ffi::Buffer<ffi::S32>>()
