@@ -27,7 +27,14 @@ from jax.ffi import ffi_call
 from timing import write_results
 
 from ds41jax.fabric.cuda import open_mailboxes
-from ds41jax.fabric.library import SOURCES, CoordinatorOptions, Geometry, WorkerOptions, native
+from ds41jax.fabric.library import (
+    SOURCES,
+    CoordinatorOptions,
+    Event,
+    Geometry,
+    WorkerOptions,
+    native,
+)
 
 D, E, K = 5120, 384, 6  # the released geometry
 LAYERS = 40
