@@ -56,8 +56,8 @@ Zachary Smith Doe Rossum Warsaw Hettinger""".split()
 _NAMED = re.compile(rf"\b(?:{'|'.join(_GIVEN_NAMES)})\b")
 _REFERENCE = re.compile(r"^\s*(\.\. )?\[\d+\]\s")
 MAX_FILE_BYTES, MIN_FILE_BYTES = 200_000, 300
-MAX_PACKAGE_BYTES = 3_500_000
-MAX_STANDARD_BYTES = 9_000_000  # of the standard library
+MAX_PACKAGE_BYTES = 2_000_000
+MAX_STANDARD_BYTES = 6_000_000  # of the standard library
 HELD_OUT_ONE_IN = 50
 
 

@@ -6,7 +6,8 @@ writes `short_*.npy` (rows of 1024 targets), `long_*.npy` (8192) and their `held
 each as tokens (uint16) and loss weights in sixteenths (uint8) of equal shape [rows, length + 1],
 with `manifest.json` (counts, sources, licences). The corpus file holds the cleaned texts of one
 machine; it is written if it is not there. It is all that another machine needs to make the same
-rows, as everything else is generated, in parts by as many processes as there are cores.
+rows (with the same Python, whose own documentation is a task), as everything else is generated, in
+parts by as many processes as there are cores.
 """
 
 import argparse

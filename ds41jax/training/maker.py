@@ -20,14 +20,14 @@ from ds41jax.training.tasks.recall import long_table
 SHORT, LONG = 1025, 8193  # a row's tokens: one more than it has targets
 # Shares of the short rows' tokens; what they leave is corpus.
 SHARES = {
-    "counting": 0.03,
-    "arithmetic": 0.05,
+    "counting": 0.05,
+    "arithmetic": 0.04,
     "json": 0.12,
     "tools": 0.24,
     "copying": 0.06,
     "recall": 0.12,
     "retrieval": 0.10,
-    "chat": 0.05,
+    "chat": 0.04,
     "code": 0.05,
     "docstrings": 0.03,
 }
