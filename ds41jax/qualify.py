@@ -1,8 +1,9 @@
 """`ds41jax qualify`: fixed questions with one right answer, put to a model as a client would.
 
-The questions have the form of those that the small model is trained on, drawn from seeds that
-training never uses. Answers are greedy and free of any grammar, on the server's own path from a
-Chat Completions body to a reply: prompt, parsing and counting are those of `ds41jax serve`.
+The questions have the form of those that the small model is trained on, but none of them is among
+those, word for word, and none wants a tool that training calls. Answers are greedy and free of any
+grammar, on the server's own path from a Chat Completions body to a reply: prompt, parsing and
+counting are those of `ds41jax serve`.
 """
 
 import asyncio
@@ -22,9 +23,10 @@ from ds41jax.serving.preparation import prepare
 from ds41jax.serving.replies import ChatReply
 from ds41jax.serving.server import Engine, Server, ServerOptions
 from ds41jax.tokenizer import Tokenizer
-from ds41jax.training.tasks import TASKS, Example, planted_fact, rng_of, score
+from ds41jax.training.tasks import Example, draw, planted_fact, rng_of, score
 
 SPARE_TOKENS = 64
+FACT_ROOM = 256  # of the format around a text, the question and the answer: all within the length
 FACT_LENGTHS = (1024, 4096, 8192)
 COUNT_TO_100 = [str(number) for number in range(1, 101)]
 CLOSES, ENDS = "closes its thinking", "ends its turn"
@@ -111,7 +113,7 @@ def questions(tokenizer: Tokenizer, count: int) -> list[Question]:
         name = f"fact in {length} tokens"
         for index in range(count):
             rng = rng_of("held-out", f"fact-{length}", index)
-            asked.append(Question(name, planted_fact(rng, length, tokens)))
+            asked.append(Question(name, planted_fact(rng, length - FACT_ROOM, tokens)))
     wanted: list[tuple[str, str, Callable[[Example], bool]]] = [
         ("counts to 100", "counting", lambda e: e.check.value == COUNT_TO_100),
         ("JSON of a shape", "json", lambda e: True),
@@ -126,7 +128,7 @@ def questions(tokenizer: Tokenizer, count: int) -> list[Question]:
 def _examples(task: str, fits: Callable[[Example], bool]) -> Iterator[Example]:
     index = 0
     while True:
-        example = TASKS[task](rng_of("held-out", task, index))
+        example = draw("held-out", task, index)
         index += 1
         if fits(example):
             yield example

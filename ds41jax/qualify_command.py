@@ -12,8 +12,6 @@ from ds41jax.engine.options import MAX_ACTIVE, EngineOptions
 from ds41jax.qualify import FACT_LENGTHS, Question, Report, answer_limit, qualify, questions
 from ds41jax.tokenizer import Tokenizer
 
-PROMPT_MARGIN = 512  # of a text's paragraph too many, of the question and of the format around it
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the command's arguments."""
@@ -60,7 +58,7 @@ def run(args: argparse.Namespace) -> int:
 def needed_context(tokenizer: Tokenizer, asked: list[Question]) -> int:
     """Tokens of the longest question and its answer."""
     answers = max(answer_limit(tokenizer, question.example) for question in asked)
-    return max(FACT_LENGTHS) + PROMPT_MARGIN + answers
+    return max(FACT_LENGTHS) + answers
 
 
 def _verdict(report: Report, required: float | None) -> int:

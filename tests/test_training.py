@@ -22,12 +22,13 @@ from ds41jax.model.engram_hash import EngramHash, compressed_token_map
 from ds41jax.model.params import param_specs
 from ds41jax.model.state import CacheShape, init_state
 from ds41jax.tokenizer import byte_tokenizer
+from ds41jax.training import run as runs
 from ds41jax.training.batches import Rows, Shape, make_batch, step_batch
 from ds41jax.training.curves import draw, read_log
 from ds41jax.training.draft_forward import draft_in_training
 from ds41jax.training.evaluate import bits_per_byte
 from ds41jax.training.export import encoded_params, export_checkpoint
-from ds41jax.training.losses import drafter_loss, target_forward, target_loss, token_losses
+from ds41jax.training.losses import drafter_loss, target_forward, target_loss
 from ds41jax.training.masters import (
     checkpoint_masters,
     engram_rows,
@@ -35,7 +36,7 @@ from ds41jax.training.masters import (
     stored_params,
 )
 from ds41jax.training.recipe import Recipe
-from ds41jax.training.run import LOG_EVERY, Data, OutOfTime, Run, train_target
+from ds41jax.training.run import Data, OutOfTime, Run, train_target
 from ds41jax.training.trainer import Phase, drafter_optimiser, interleaved, new_learner
 
 # a layer of each kind: Engram, a paired source, the candidate source, one that selects within
@@ -47,25 +48,38 @@ SHAPE = Shape(rows=2, length=64)
 FIRST, SECOND = 24, 40  # tokens of the documents of each row
 HASH = EngramHash.from_config(CONFIG, compressed_token_map(byte_tokenizer(512)))
 
-GRADIENT = jax.jit(jax.grad(target_loss), static_argnums=(2, 3, 4))
 FORWARD = jax.jit(target_forward, static_argnums=(2, 3, 4))
+INFERENCE = jax.jit(lambda *args: _inference(*args), static_argnums=(3, 4))
+
+
+@pytest.fixture(autouse=True, scope="module")
+def quick_compiles():
+    """Compiling is nearly all of the time here, and no program runs for long."""
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
 
 
 @pytest.fixture(scope="module")
-def masters():
+def stored():
+    """Random weights as a checkpoint holds them, and their values as masters."""
+    return jax.jit(_as_stored)(jax.tree.map(_noisy, initial_masters(CONFIG, seed=3)))
+
+
+@pytest.fixture(scope="module")
+def masters(stored):
     """Random weights at values that the checkpoint's formats hold exactly."""
-    drawn = initial_masters(CONFIG, seed=3)
-    noisy = jax.tree.map(_noisy, drawn)
-    return jax.jit(_as_stored)(noisy)
+    return stored[1]
 
 
 def _as_stored(masters):
-    params = jax.tree.map(values, encoded_params(masters, CONFIG), is_leaf=_is_quantized)
-    return dataclasses.replace(masters, params=params)
+    params = encoded_params(masters, CONFIG)
+    held = jax.tree.map(values, params, is_leaf=_is_quantized)
+    return params, dataclasses.replace(masters, params=held)
 
 
 def _noisy(x):
-    return x + 0.05 * jax.random.normal(jax.random.key(x.size % 1009), x.shape)
+    return x + 0.05 * np.random.default_rng(x.size).standard_normal(x.shape, np.float32)
 
 
 def _is_quantized(x):
@@ -83,28 +97,28 @@ def _batch(seed):
     return make_batch(tokens, np.full(tokens.shape, 16), CONFIG, HASH)
 
 
-def _alone(masters, batch, first, count, compute):
+def _alone(stored, batch, first, count, compute):
     """Inference of one document: logits, taps, state."""
+    params, masters = stored
     pages = np.arange(len(CONFIG.kv_source_layer_ids), dtype=np.int32).reshape(-1, 1, 1)
     rows = slice(first, first + count)
     plain = dataclasses.replace(compute, differentiable=True)
     table = engram_rows(masters, jnp.asarray(batch.engram_ids[rows]), plain)
-    engram = encode(table, Format.FP8_GROUP)
-    if compute.numerics is Numerics.FLOAT32:
-        engram = table
     tokens = np.asarray(batch.tokens[rows])
     sequence = SequenceRows(
         slot=0, start=0, token_ids=tokens, engram=encode(table, Format.FP8_GROUP)
     )
-    step = build_batch([sequence], pages, CONFIG, buckets=(count,))
+    step = build_batch([sequence], pages, CONFIG, buckets=(SECOND,))  # one program for all
+    engram = jnp.pad(table, ((0, SECOND - count), *[(0, 0)] * (table.ndim - 1)))
     step = jax.tree.map(jnp.asarray, dataclasses.replace(step, engram=engram))
     state = init_state(CONFIG, CacheShape(slots=1, pages=len(pages)), compute)
-    params = encoded_params(masters, CONFIG)
-    state, logits, taps = jax.jit(backbone.forward, static_argnums=(3, 4))(
-        params, state, step, CONFIG, compute
-    )
-    state = drafter.absorb(params.drafter, state, taps, step, CONFIG, compute)
-    return logits, taps, state, params
+    state, logits, taps = INFERENCE(params, state, step, CONFIG, compute)
+    return logits[:count], taps[:count], state
+
+
+def _inference(params, state, step, config, compute):
+    state, logits, taps = backbone.forward(params, state, step, config, compute)
+    return drafter.absorb(params.drafter, state, taps, step, config, compute), logits, taps
 
 
 def _distance(a, b):
@@ -112,13 +126,13 @@ def _distance(a, b):
     return np.linalg.norm(a - b) / np.linalg.norm(b)
 
 
-def test_a_packed_document_is_computed_as_alone(masters, batch):
+def test_a_packed_document_is_computed_as_alone(stored, masters, batch):
     """Without rounding, that is: with it, random weights turn last bits into other experts."""
     compute = Compute(Numerics.FLOAT32)
     trained = dataclasses.replace(compute, differentiable=True)
     logits, taps, _ = FORWARD(masters, batch, SHAPE, CONFIG, trained)
     for first, count in ((0, FIRST), (FIRST, SECOND), (SHAPE.length, FIRST)):
-        wanted, wanted_taps, _, _ = _alone(masters, batch, first, count, compute)
+        wanted, wanted_taps, _ = _alone(stored, batch, first, count, compute)
         rows = slice(first, first + count)
         assert _distance(logits[rows], wanted) < 1e-4
         assert _distance(taps[rows], wanted_taps) < 1e-4
@@ -131,15 +145,17 @@ def test_training_rounds_as_the_formats_do(format):
     assert np.array_equal(made, values(encode(x, format)))
 
 
-def test_a_draft_of_the_text_is_the_draft_of_inference(masters, batch):
+def test_a_draft_of_the_text_is_the_draft_of_inference(stored, masters, batch):
     compute = Compute(Numerics.FLOAT32)
     trained = dataclasses.replace(compute, differentiable=True)
     _, taps, step = FORWARD(masters, batch, SHAPE, CONFIG, trained)
     params = stored_params(masters, CONFIG, trained)
     anchor = FIRST + 20
-    made = draft_in_training(params, taps, step, jnp.asarray([anchor]), CONFIG, trained)
-    _, _, state, quantized = _alone(masters, batch, FIRST, anchor - FIRST, compute)
-    wanted = drafter.draft(
+    made = jax.jit(draft_in_training, static_argnums=(4, 5))(
+        params, taps, step, jnp.asarray([anchor]), CONFIG, trained
+    )
+    quantized, (_, _, state) = stored[0], _alone(stored, batch, FIRST, anchor - FIRST, compute)
+    wanted = jax.jit(drafter.draft, static_argnums=(7, 8))(
         quantized.drafter,
         quantized.embed,
         quantized.head,
@@ -155,8 +171,13 @@ def test_a_draft_of_the_text_is_the_draft_of_inference(masters, batch):
     assert _distance(made.confidence[:, 0], wanted.confidence[:, 0]) < 1e-3
 
 
-def test_the_gradient_reaches_every_trained_weight(masters, batch):
-    gradient = GRADIENT(masters, batch, SHAPE, CONFIG, Compute(differentiable=True))
+@pytest.fixture(scope="module")
+def gradient(masters, batch):
+    learn = jax.jit(jax.grad(target_loss), static_argnums=(2, 3, 4))
+    return learn(masters, batch, SHAPE, CONFIG, Compute(differentiable=True))
+
+
+def test_the_gradient_reaches_every_trained_weight(gradient):
     params = dataclasses.replace(gradient.params, drafter=None, vision=None)
     flat, _ = jax.tree_util.tree_flatten_with_path(dataclasses.replace(gradient, params=params))
     dead = [jax.tree_util.keystr(at) for at, x in flat if not np.abs(x).max() > 0]
@@ -164,8 +185,7 @@ def test_the_gradient_reaches_every_trained_weight(masters, batch):
     assert dead == [".params.layers.ffn.gate.bias_vl"]  # image rows alone have it
 
 
-def test_a_selection_bias_is_steered_against_the_load(masters, batch):
-    gradient = GRADIENT(masters, batch, SHAPE, CONFIG, Compute(differentiable=True))
+def test_a_selection_bias_is_steered_against_the_load(gradient):
     bias = np.asarray(gradient.params.layers.ffn.gate.bias)
     assert np.allclose(bias.sum(axis=1), 0, atol=1e-6)
     assert (bias > 0).any(axis=1).all()
@@ -184,22 +204,31 @@ def test_the_drafter_learns_and_the_target_stays(masters, batch):
     assert metrics["acceptance"].shape == (CONFIG.dspark_block_size,)
 
 
+# Stopping and going on does not depend on the geometry: two layers compile sooner.
+SMALL = parse_config(slice_config(tiny_config(), [1, 2], vision=True, engram_buckets=101))
+SMALL_HASH = EngramHash.from_config(SMALL, compressed_token_map(byte_tokenizer(512)))
+STEPS = 8  # between two lines of the log
+
+
 def _run(folder, seconds):
     tokens = np.random.default_rng(5).integers(3, 40, (6, SHAPE.length + 1)).astype(np.uint16)
     tokens[:, 0] = CONFIG.bos_token_id
     rows = Rows(tokens, np.full(tokens.shape, 16, np.uint8))
     folder.mkdir(exist_ok=True)
-    recipe = Recipe(rate=1e-2, phases=(Phase(2 * LOG_EVERY, SHAPE),))
-    return Run(recipe, CONFIG, HASH, Data(rows, rows), folder, time.monotonic() + seconds)
+    recipe = Recipe(rate=1e-2, phases=(Phase(2 * STEPS, SHAPE),))
+    return Run(recipe, SMALL, SMALL_HASH, Data(rows, rows), folder, time.monotonic() + seconds)
 
 
-def test_a_run_lowers_the_loss_and_one_that_was_stopped_goes_on_as_if_it_were_not(tmp_path):
+def test_a_run_lowers_the_loss_and_one_that_was_stopped_goes_on_as_if_it_were_not(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setattr(runs, "LOG_EVERY", STEPS)
     whole = train_target(_run(tmp_path / "whole", 1e6))
-    with pytest.raises(OutOfTime, match=f"{LOG_EVERY} of {2 * LOG_EVERY}"):
+    with pytest.raises(OutOfTime, match=f"{STEPS} of {2 * STEPS}"):
         train_target(_run(tmp_path / "parts", 0))
     parts = train_target(_run(tmp_path / "parts", 1e6))
     assert all(map(np.array_equal, jax.tree.leaves(whole), jax.tree.leaves(parts)))
-    first = initial_masters(CONFIG, 0).params
+    first = initial_masters(SMALL, 0).params
     assert all(map(np.array_equal, *map(jax.tree.leaves, (first.vision, whole.params.vision))))
     log = [json.loads(line) for line in (tmp_path / "whole" / "log.jsonl").open()]
     losses = [entry["loss"] for entry in log if entry.get("part") == "target"]
@@ -262,11 +291,12 @@ def test_bits_per_byte_counts_full_weights_alone(masters):
     rows = Rows(tokens, weights)
     bits = bits_per_byte(masters, rows, tokenizer, CONFIG, HASH, compute, batch_rows=2)
     made = make_batch(tokens, weights, CONFIG, HASH)
-    nats = jax.jit(token_losses, static_argnums=(2, 3, 4))(masters, made, SHAPE, CONFIG, compute)[
-        made.weights > 0
-    ]
-    size = sum(len(tokenizer.token_bytes(int(t))) for t in made.targets[made.weights > 0])
-    assert bits == pytest.approx(float(nats.sum()) / np.log(2) / size, rel=1e-5)
+    counted = made.weights > 0
+    logits = np.asarray(FORWARD(masters, made, SHAPE, CONFIG, compute)[0][counted], np.float64)
+    targets = made.targets[counted]
+    nats = np.log(np.exp(logits).sum(axis=1)) - logits[np.arange(len(targets)), targets]
+    size = sum(len(tokenizer.token_bytes(int(t))) for t in targets)
+    assert bits == pytest.approx(nats.sum() / np.log(2) / size, rel=1e-5)
 
 
 def test_engram_hashes_do_not_cross_documents():

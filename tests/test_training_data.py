@@ -14,11 +14,12 @@ from ds41jax.serving.output import OutputParser, ParsePlan
 from ds41jax.serving.usage import TokenCounts
 from ds41jax.tokenizer import BOS, EOS, PAD, SPECIAL_TOKENS, Tokenizer
 from ds41jax.training import data
-from ds41jax.training.corpus import Text, clean
-from ds41jax.training.data import Maker, vocabulary_texts, write_shard
+from ds41jax.training.corpus import Source, Text, clean, read_corpus, write_corpus
+from ds41jax.training.data import Plan, make_training, vocabulary_texts, write_shard
+from ds41jax.training.maker import Maker
 from ds41jax.training.packing import CorpusStream, corpus_row, pack
 from ds41jax.training.rendering import Document, Encoder
-from ds41jax.training.tasks import TASKS, Check, Example, planted_fact, rng_of
+from ds41jax.training.tasks import TASKS, Check, Example, draw, planted_fact, rng_of
 from ds41jax.training.vocabulary import VOCAB_SIZE, train_vocabulary
 
 NANO = Path(ds41jax.__file__).parent / "nano"
@@ -36,7 +37,7 @@ def tokenizer():
 
 
 def examples(count=25):
-    return [TASKS[task](rng_of("held-out", task, i)) for task in TASKS for i in range(count)]
+    return [draw("held-out", task, i) for task in TASKS for i in range(count)]
 
 
 def body(example, messages):
@@ -94,7 +95,7 @@ def test_vocabulary_training_is_deterministic(monkeypatch):
 def test_prompts_are_the_servers(tokenizer, task):
     encoder = Encoder(tokenizer)
     for index in range(25):
-        example = TASKS[task](rng_of("held-out", task, index))
+        example = draw("held-out", task, index)
         request = recipe.ChatCompletionRequest
         prompt = served(ConversationInput(request, body(example, example.prompt)))
         ids = prompt.encode(tokenizer)
@@ -108,7 +109,7 @@ def test_prompts_are_the_servers(tokenizer, task):
 def test_the_servers_parser_reads_the_answer(tokenizer, task):
     decoder = recipe.Tokenizer.from_str(tokenizer.to_json().decode())
     for index in range(25):
-        example = TASKS[task](rng_of("held-out", task, index))
+        example = draw("held-out", task, index)
         prompt = served(
             ConversationInput(recipe.ChatCompletionRequest, body(example, example.prompt))
         )
@@ -157,7 +158,7 @@ def test_weights_lie_on_what_the_assistant_says(tokenizer):
         heads = tokenizer.special_id("<think>"), tokenizer.special_id("</think>")
         assert all(document.ids[run] in heads for run in runs)
         seen |= set(document.weights.tolist())
-    assert seen == {0, 1, 2, 16, 32, 64}
+    assert seen == {0, 1, 2, 16, 32, 48, 64}
 
 
 def test_special_tokens_in_a_request_stay_text(tokenizer):
@@ -200,26 +201,47 @@ def test_corpus_rows_go_through_every_file():
         CorpusStream([np.zeros(0, np.uint16)], 0, 1, seed=0)
 
 
+TRAINED = [text for text in TEXTS if not text.held_out]
+
+
 def test_shards_are_deterministic_and_apart(tokenizer, tmp_path):
-    makers = [Maker(tokenizer, TEXTS, 0, progress=False) for _ in range(2)]
-    first, second = (maker.short(40_000, "training") for maker in makers)
-    held_out = makers[0].short(40_000, "held-out")
+    first, second = (Maker(tokenizer, TRAINED, "training", 0).short(40) for _ in range(2))
+    held_out = Maker(tokenizer, [t for t in TEXTS if t.held_out], "held-out", 0).short(40)
+    other = Maker(tokenizer, TRAINED, "training", 0, part=1).short(40)
     said = write_shard(tmp_path, "short", first)
     tokens, weights = (np.load(tmp_path / f"short_{n}.npy") for n in ("tokens", "weights"))
-    assert tokens.shape == weights.shape == (said["rows"], 1025)
+    assert tokens.shape == weights.shape == (said["rows"], 1025) == (40, 1025)
     assert (tokens.dtype, weights.dtype) == (np.uint16, np.uint8)
-    assert np.array_equal(tokens, np.stack([row.ids for row in second.rows]))
-    assert {bytes(row.ids) for row in first.rows}.isdisjoint(bytes(r.ids) for r in held_out.rows)
+    assert np.array_equal(tokens, second.arrays()["tokens"])
+    for rows in (held_out.rows, other.rows):
+        assert {bytes(row.ids) for row in first.rows}.isdisjoint(bytes(r.ids) for r in rows)
     assert set(said["tokens"]) == {*TASKS, "corpus"}
     assert (tokens == 0).sum(axis=1).max() <= 24
 
 
+def test_another_machine_makes_the_same_rows_from_the_corpus_file(tmp_path):
+    corpus = tmp_path / "corpus.jsonl.xz"
+    write_corpus(corpus, [Source("a", "1", "MIT", ())], TEXTS)
+    sources, texts = read_corpus(corpus)
+    assert texts == TEXTS and sources == [Source("a", "1", "MIT", ())]
+    made = []
+    for workers in (1, 2):
+        folder = tmp_path / str(workers)
+        folder.mkdir()
+        said = make_training(Plan(corpus, NANO, folder, 3, parts=2, short=3, long=1), workers)
+        assert said["long"]["rows"] == 2 and said["long"]["tokens"]["retrieval"] > 0
+        made.append(np.load(folder / "short_tokens.npy"))
+    assert np.array_equal(*made) and (made[0] > 0).any(axis=1).all()
+    assert not np.array_equal(made[0][:3], made[0][3:])
+
+
 def test_long_rows_ask_for_several_facts(tokenizer):
-    shard = Maker(tokenizer, TEXTS, 0, progress=False).long(30_000, "training")
+    shard = Maker(tokenizer, TRAINED, "training", 0).long(4)
     assert all(len(row.ids) == 8193 for row in shard.rows)
-    assert (np.stack([row.weights for row in shard.rows]) == 64).any()
+    weights = np.stack([row.weights for row in shard.rows])
+    assert (weights == 64).any() and (weights == 48).any()
     with pytest.raises(ValueError, match="no paragraphs"):
-        Maker(tokenizer, [Text("a", "b", "x", False)], 0, progress=False).long(9000, "training")
+        Maker(tokenizer, [Text("a", "b", "x", False)], "training", 0).long(1)
     example = planted_fact(rng_of("training", "x", 0), 500, questions=4)
     assert [m["role"] for m in example.messages] == ["user", "assistant"] * 4
     assert len({m["content"] for m in example.messages}) == 8

@@ -4,16 +4,27 @@ import json
 
 import pytest
 
-from ds41jax.training.tasks import TASKS, Check, Example, planted_fact, rng_of, score
+from ds41jax.training.tasks import (
+    TASKS,
+    Check,
+    Example,
+    draw,
+    planted_fact,
+    question,
+    rng_of,
+    score,
+)
 from ds41jax.training.tasks.arithmetic import steps
 from ds41jax.training.tasks.docstrings import pairs, summary
-from ds41jax.training.tasks.example import same_shape, same_values
+from ds41jax.training.tasks.example import calls_of, same_shape, same_values
+from ds41jax.training.tasks.recall import long_table
+from ds41jax.training.tasks.tool_specs import SPECS
 
 NAMES = sorted(TASKS)
 
 
 def examples(task, count=60, split="held-out"):
-    return [TASKS[task](rng_of(split, task, i)) for i in range(count)]
+    return [draw(split, task, i) for i in range(count)]
 
 
 @pytest.mark.parametrize("task", NAMES)
@@ -23,11 +34,30 @@ def test_a_seed_names_an_example(task):
 
 
 @pytest.mark.parametrize("task", NAMES)
-def test_splits_draw_from_different_seeds(task):
-    trained, held_out = examples(task, split="training"), examples(task)
-    assert all(a != b for a, b in zip(trained, held_out, strict=True))
+def test_no_held_out_question_is_trained(task):
+    trained = {question(e) for e in examples(task, 400, "training")}
+    assert trained.isdisjoint(question(e) for e in examples(task, 150))
     with pytest.raises(ValueError, match="split"):
-        rng_of("test", task, 0)
+        draw("test", task, 0)
+
+
+def test_tools_of_held_out_questions_are_never_called_in_training():
+    def called(split):
+        made = [
+            [c["name"] for m in e.messages for c in calls_of(m)]
+            for e in examples("tools", 300, split)
+        ]
+        return [names for names in made if names]
+
+    trained = {name for names in called("training") for name in names}
+    held_out = {names[0] for names in called("held-out")}
+    assert len(held_out) > 20 and trained.isdisjoint(held_out)
+    assert all(trained & set(spec.names) for spec in SPECS)
+
+
+def test_streams_of_a_split_differ():
+    first, second = ([draw("training", "recall", i, s) for i in range(20)] for s in ("/0", "/1"))
+    assert all(a != b for a, b in zip(first, second, strict=True))
 
 
 @pytest.mark.parametrize("task", NAMES)
@@ -112,8 +142,19 @@ def test_a_planted_fact_is_in_a_text_of_the_asked_length(tokens):
     for i in range(5):
         example = planted_fact(rng_of("held-out", "retrieval", i), tokens, lambda t: len(t) // 4)
         text = example.prompt[-1]["content"]
-        assert tokens <= len(text) // 4 <= tokens + 400
+        assert tokens - 400 <= len(text) // 4 <= tokens + 40
         assert example.check.value in text and not score(example, "I do not know.")
+
+
+def test_answers_of_recall_are_copies_from_before():
+    for example in [*examples("recall", 40), long_table(rng_of("training", "long", 0), 3000)]:
+        said = ""
+        for message in example.messages:
+            if message["role"] == "assistant":
+                assert (
+                    message["content"] in said or f'"{message["content"]}"' in said or ": " in said
+                )
+            said += message["content"]
 
 
 def test_open_talk_is_not_scored():

@@ -17,7 +17,7 @@ from ds41jax.tokenizer import FILE_NAME as TOKENIZER_FILE
 from ds41jax.tokenizer import Tokenizer
 from ds41jax.training.ablation import ABLATIONS, ablated
 from ds41jax.training.batches import Rows
-from ds41jax.training.evaluate import both_bits
+from ds41jax.training.evaluate import both_bits, quantised_bits
 from ds41jax.training.export import export_checkpoint
 from ds41jax.training.recipe import Recipe, nano_phases, smoke_phases
 from ds41jax.training.run import Data, DrafterTraining, OutOfTime, Run, train_target
@@ -52,7 +52,8 @@ def main() -> int:
         export_checkpoint(args.out / "checkpoint", masters, config_json, tokenizer)
     if args.evaluate:
         heldout = _rows(args.data, "heldout_short")
-        bits = both_bits(masters, heldout, tokenizer, config, hash_, run.compute)
+        measure = quantised_bits if args.target_only else both_bits
+        bits = measure(masters, heldout, tokenizer, config, hash_, run.compute)
         run.log({"bits_per_byte": bits, "without": args.without})
         print(json.dumps(bits))
     return 0
@@ -85,7 +86,9 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--scale", type=float, default=1.0, help="of all numbers of steps")
     parser.add_argument("--seconds", type=float, default=1e9, help="save and stop after this long")
-    parser.add_argument("--target-only", action="store_true", help="leaves the drafter untrained")
+    parser.add_argument(
+        "--target-only", action="store_true", help="no drafter, no unquantised bits"
+    )
     parser.add_argument(
         "--evaluate", action=argparse.BooleanOptionalAction, default=True, help="held-out bits"
     )

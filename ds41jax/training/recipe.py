@@ -28,7 +28,7 @@ class Recipe:
     rate: float = 2e-3
     drafter_rate: float = 2e-3
     phases: tuple[Phase, ...] = field(default_factory=lambda: nano_phases(1.0))
-    drafter_steps: int = 1200
+    drafter_steps: int = 2400
     drafter_rows: int = 32
     anchors: int = 128
 
@@ -43,14 +43,14 @@ class Recipe:
 
 
 def nano_phases(scale: float) -> tuple[Phase, ...]:
-    """Four short steps to every long one, from the beginning.
+    """Three short steps to every long one, from the beginning.
 
     Documents of the short rows are mostly no longer than a selection, so the indexer learns from
     attention that has seen everything before it has to choose.
     """
     return (
-        Phase(steps=int(4200 * scale), shape=Shape(32, SHORT)),
-        Phase(steps=int(1000 * scale), shape=Shape(4, LONG), long=True),
+        Phase(steps=int(3600 * scale), shape=Shape(32, SHORT)),
+        Phase(steps=int(1200 * scale), shape=Shape(4, LONG), long=True),
     )
 
 

@@ -29,8 +29,15 @@ class Weights:
     system: int = 0  # effort line and tool block are the same every time
 
 
-# What the user says in these is text to search, most of it noise; the answer is a few tokens.
-TASK_WEIGHTS = {"retrieval": Weights(answer=64, user=1), "copying": Weights(answer=32, user=1)}
+# Where an answer is mostly copied, its few tokens are what there is to learn, and what the user
+# says is text to search, most of it noise.
+TASK_WEIGHTS = {
+    "retrieval": Weights(answer=64, user=1),
+    "recall": Weights(answer=48, user=0),
+    "copying": Weights(answer=32, user=1),
+    "tools": Weights(answer=48),
+    "json": Weights(answer=32),
+}
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """Copying, and finding a planted fact in a long text."""
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -91,8 +91,8 @@ _VALUE_ONLY = (" Reply with the value only.", " Answer with just the value.")
 
 
 def retrieval(rng: random.Random) -> Example:
-    """A fact planted in 150 to 700 tokens."""
-    return planted_fact(rng, rng.randint(150, 700))
+    """One to six facts planted in 150 to 700 tokens."""
+    return planted_fact(rng, rng.randint(150, 700), questions=rng.choice((1, 1, 2, 3, 4, 6)))
 
 
 def planted_fact(
@@ -105,25 +105,19 @@ def planted_fact(
     """A fact asked for at the end of a text; scored on whether the reply contains its value.
 
     Args:
-      tokens: the length of the text, which is not exceeded by more than a paragraph.
+      tokens: of the text, which is not exceeded unless the facts alone do so.
       count: tokens of a text; an estimate from its letters if left out.
       filler: makes the paragraphs around the fact.
       questions: further ones follow in turns of their own, about other facts.
     """
     measure = count or (lambda text: len(text) // _LETTERS_PER_TOKEN)
-    parts: list[str] = []
-    length = 0
-    while length < tokens:
-        parts.append(filler(rng))
-        length += measure(parts[-1])
-    turns = []
-    for fact in rng.sample(_FACTS, questions):
-        keys = _distinct(rng, fact.key, 1 + rng.choice((0, 0, 1, 2, 4)))
-        values = _distinct(rng, fact.value, len(keys))
-        statements = [fact.statement.format(k=k, v=v) for k, v in zip(keys, values, strict=True)]
-        for statement in statements:
-            _plant(rng, parts, statement)
-        turns.append((rng.choice(fact.questions).format(k=keys[0]), statements[0], values[0]))
+    stated, turns = _facts(rng, questions)
+    parts = [filler(rng)]
+    length = sum(map(measure, stated)) + measure(parts[0])
+    while (length := length + measure(further := filler(rng)) + 1) <= tokens:
+        parts.append(further)
+    for statement in stated:
+        _plant(rng, parts, statement)
     asked = turns[0][0]
     history = [user(fill(rng, _OPENINGS, text="\n\n".join(parts), q=asked))]
     for (_, answer, _), (following, _, _) in pairwise(turns):
@@ -136,6 +130,23 @@ def planted_fact(
     return build("retrieval", rng, history, answer, reasoning, Check("contains", value), 0.3)
 
 
+def _facts(rng: random.Random, questions: int) -> tuple[list[str], list[tuple[str, str, str]]]:
+    """Statements, and (question, statement, value) of those asked for; no key occurs twice."""
+    stated: list[str] = []
+    turns: list[tuple[str, str, str]] = []
+    used: set[str] = set()
+    others = (0, 0, 1, 2, 4) if questions < 8 else (0, 0, 0, 1)
+    for _ in range(questions):
+        fact = rng.choice(_FACTS)
+        keys = _distinct(rng, fact.key, 1 + rng.choice(others), used)
+        values = _distinct(rng, fact.value, len(keys))
+        said = [fact.statement.format(k=k, v=v) for k, v in zip(keys, values, strict=True)]
+        stated += said
+        turns.append((rng.choice(fact.questions).format(k=keys[0]), said[0], values[0]))
+        used |= set(keys)
+    return stated, turns
+
+
 def _plant(rng: random.Random, parts: list[str], statement: str) -> None:
     """Puts a statement between two paragraphs or at the end of one."""
     at = rng.randrange(len(parts))
@@ -145,11 +156,17 @@ def _plant(rng: random.Random, parts: list[str], statement: str) -> None:
         parts[at] += " " + statement
 
 
-def _distinct(rng: random.Random, draw: Callable[[random.Random], str], count: int) -> list[str]:
+def _distinct(
+    rng: random.Random,
+    draw: Callable[[random.Random], str],
+    count: int,
+    used: Collection[str] = (),
+) -> list[str]:
+    """So many different strings, none of them used before."""
     found: list[str] = []
     while len(found) < count:
         value = draw(rng)
-        if value not in found:
+        if value not in found and value not in used:
             found.append(value)
     return found
 

@@ -17,6 +17,7 @@ from ds41jax.training.tasks.words import (
     TOPICS,
     VERBS,
     identifier,
+    invented_word,
     title,
 )
 
@@ -289,3 +290,13 @@ COMPOSED = (
 def composed_words(rng: random.Random) -> tuple[str, str]:
     """A verb and a noun for a composed tool."""
     return rng.choice(VERBS), rng.choice(NOUNS)
+
+
+def odd_parameter(rng: random.Random) -> tuple[Parameter, tuple[str, ...]]:
+    """A parameter whose name is not known beforehand, so that names are copied, not remembered."""
+    name = rng.choice((invented_word(rng), "_".join(rng.sample(PLAIN_WORDS, rng.randint(1, 2)))))
+    word = name.replace("_", " ")
+    said = (f"with {word} {{}}", f"{word}: {{}}", f"at {word} {{}}")
+    if rng.random() < 0.4:
+        return _number(name, about=f"The {word}", low=0, high=9999), said
+    return _words(name, about=f"The {word}", draw=rng.choice((identifier, invented_word))), said

@@ -7,7 +7,13 @@ from typing import Any
 
 from ds41jax.training.tasks.chat_facts import GREETINGS, HELLO
 from ds41jax.training.tasks.example import Check, Example, assistant, calls_of, fill, pick, user
-from ds41jax.training.tasks.tool_specs import COMPOSED, SPECS, Parameter, composed_words
+from ds41jax.training.tasks.tool_specs import (
+    COMPOSED,
+    SPECS,
+    Parameter,
+    composed_words,
+    odd_parameter,
+)
 
 _DONE = "Done."
 _NONE = "None of my tools can do that. I can use {names}."
@@ -114,7 +120,7 @@ def _offers(rng: random.Random, count: int) -> list[Offer]:
 def _other(rng: random.Random, offers: list[Offer]) -> Offer:
     """A tool that is not among the offered ones."""
     while True:
-        offer = _everyday(rng) if rng.random() < 0.55 else _composed(rng)
+        offer = _everyday(rng) if rng.random() < 0.45 else _composed(rng)
         about = offer.function["description"]
         if all(offer.name != o.name and about != o.function["description"] for o in offers):
             return offer
@@ -140,6 +146,8 @@ def _everyday(rng: random.Random) -> Offer:
 def _composed(rng: random.Random) -> Offer:
     verb, noun = composed_words(rng)
     chosen = rng.sample(COMPOSED, rng.randint(1, 3))
+    if rng.random() < 0.3:
+        chosen[-1] = odd_parameter(rng)
     names = [rng.choice(parameter.names) for parameter, _ in chosen]
     if len(set(names)) < len(names):
         return _composed(rng)
