@@ -9,6 +9,7 @@ from oracle import assert_same, rel_rms
 
 from ds41jax.fabric.coordinator import Fabric, FabricOptions
 from ds41jax.fabric.exchange import InProcess, partial_sum, slices, unpack_rows
+from ds41jax.fabric.library import Event
 from ds41jax.fabric.topology import TOPOLOGIES
 from ds41jax.formats import Format, decode, encode
 from ds41jax.kernels.compute import Compute
@@ -68,15 +69,15 @@ def test_rows_survive_the_wire() -> None:
     ("name", "transports"),
     [
         ("TP2EP1", "tcp,self"),
-        ("TP3EP1", None),
-        ("TP4EP1", None),
+        ("TP3EP1", "sm,self"),
+        ("TP4EP1", "sm,self"),
         ("TP6EP1", "tcp,self"),
-        ("TP2EP2", None),
-        ("TP3EP2", None),
+        ("TP2EP2", "sm,self"),
+        ("TP3EP2", "sm,self"),
         ("TP2EP3", "tcp,self"),
     ],
 )
-def test_worker_processes_equal_the_definition(name: str, transports: str | None) -> None:
+def test_worker_processes_equal_the_definition(name: str, transports: str) -> None:
     path = wide_checkpoint()
     owners = "fixed" if name == "TP3EP2" else "balanced"
     placement = place(path, name, owners=owners)
@@ -86,6 +87,13 @@ def test_worker_processes_equal_the_definition(name: str, transports: str | None
             found, fault = through(connected.compute(), seed, layer)
             assert fault == 0
             assert_same(found, expected)
+        moments = connected.timeline()
+        waves = [moments[moments["wave"] == wave] for wave in np.unique(moments["wave"])]
+        assert [set(wave["layer"]) for wave in waves] == [{layer} for layer in LAYERS]
+        for wave in waves:
+            assert list(wave["event"]) == [Event.SENT, Event.AWAITED, Event.SUMMED]
+            assert (np.diff(wave["nanoseconds"].astype(np.int64)) >= 0).all()
+            assert set(wave["rows"]) == {LIVE}
         printed = [process.stop() for process in processes]
     for text in printed:  # a warm-up frame, and one a layer
         assert f"Answered {1 + len(LAYERS)} frames\n" in text

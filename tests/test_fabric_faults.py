@@ -26,7 +26,8 @@ from ds41jax.fabric.library import FabricError
 
 LAYER = 2
 DEADLINE = 1.5
-TCP = "tcp,self"
+TCP, SHARED_MEMORY = "tcp,self", "sm,self"
+WAYS = (TCP, SHARED_MEMORY)
 
 
 def until(condition: Callable[[], bool], seconds: float = 30.0) -> None:
@@ -66,9 +67,10 @@ def expect_fault(connected: Fabric, *words: str, within: float = 10.0) -> None:
     assert all(word in text for word in words), text
 
 
-def test_a_hung_worker_is_given_up_and_taken_back() -> None:
-    placement = place(wide_checkpoint(), "TP2EP1")
-    with fabric(wide_checkpoint(), placement, TCP, deadline=DEADLINE) as (connected, processes):
+@pytest.mark.parametrize("transports", WAYS)
+def test_a_hung_worker_is_given_up_and_taken_back(transports: str) -> None:
+    path, placement = wide_checkpoint(), place(wide_checkpoint(), "TP2EP1")
+    with fabric(path, placement, transports, deadline=DEADLINE) as (connected, processes):
         expect(connected, 1)
         with stopped(processes[1]):
             expect_fault(connected, "expert worker 1", "no answer within 1500 ms")
@@ -90,8 +92,8 @@ def test_a_slow_worker_within_the_deadline_is_waited_for() -> None:
             assert time.monotonic() - start > 0.9
 
 
-@pytest.mark.parametrize("transports", [TCP, None])
-def test_a_worker_that_dies_comes_back_on_its_port(transports: str | None) -> None:
+@pytest.mark.parametrize("transports", WAYS)
+def test_a_worker_that_dies_comes_back_on_its_port(transports: str) -> None:
     path = wide_checkpoint()
     placement = place(path, "TP2EP1")
     with fabric(path, placement, transports, deadline=5.0) as (connected, processes):
@@ -183,11 +185,12 @@ def one_worker() -> Iterator[WorkerProcess]:
         process.kill()
 
 
-def test_leaving_and_coming_back_leaks_nothing() -> None:
+@pytest.mark.parametrize("transports", WAYS)
+def test_leaving_and_coming_back_leaks_nothing(transports: str) -> None:
     """Coordinators that come and go: the worker has room for the next one every time."""
     path, placement = wide_checkpoint(), place(wide_checkpoint(), "TP2EP1")
-    options = FabricOptions(rows=64, transports=TCP)
-    with worker_processes(path, placement, TCP) as processes:
+    options = FabricOptions(rows=64, transports=transports)
+    with worker_processes(path, placement, transports) as processes:
         endpoints = [p.endpoint for p in processes]
         sizes = []
         for turn in range(12):

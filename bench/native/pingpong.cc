@@ -5,6 +5,7 @@
 // The parent forks the child; they exchange addresses over a socket pair. Prints one round-trip
 // time a line, in microseconds.
 
+#include <sched.h>
 #include <sys/socket.h>
 #include <sys/wait.h>
 #include <unistd.h>
@@ -57,6 +58,13 @@ void wait_message(Hub& hub, Side& side, Lock& lock) {
   side.arrived = false;
 }
 
+void pin(int core) {
+  cpu_set_t cores;
+  CPU_ZERO(&cores);
+  CPU_SET(core % sysconf(_SC_NPROCESSORS_ONLN), &cores);
+  sched_setaffinity(0, sizeof cores, &cores);
+}
+
 }  // namespace
 
 int main(int argc, char** argv) {
@@ -68,6 +76,7 @@ int main(int argc, char** argv) {
   int channel[2];
   if (socketpair(AF_UNIX, SOCK_STREAM, 0, channel)) return 1;
   const bool child = fork() == 0;
+  pin(child);
   const Ucx& ucx = load_ucx(argv[1]);
   Side side;
   Hub hub(ucx, transports, spin, accept, &side);

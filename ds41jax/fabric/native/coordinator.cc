@@ -125,7 +125,7 @@ Coordinator::Wave* Coordinator::free_wave(Lock& lock) {
     hub_.progress();
     for (Wave& wave : waves_) {
       bool busy = wave.taken;
-      for (Part& part : wave.parts) busy |= part.sent.busy || part.received.busy;
+      for (Part& part : wave.parts) busy |= part.sent->busy || part.received.busy;
       if (busy) continue;
       for (Part& part : wave.parts) part.expected = part.accepted = false;
       wave.taken = true;
@@ -151,13 +151,13 @@ void Coordinator::deliver(Wave& wave, uint32_t r) {
   Part& part = wave.parts[r];
   part.expected = true;
   part.accepted = false;
-  part.sent.header[0] = ranks_[r].token;
-  part.sent.header[1] = wave.id;
-  hub_.send(ranks_[r].endpoint, part.sent, wave.frame,
+  part.sent->header[0] = ranks_[r].token;
+  part.sent->header[1] = wave.id;
+  hub_.send(ranks_[r].endpoint, *part.sent, wave.frame,
             options_.geometry.request_bytes(wave.rows));
-  if (!part.sent.busy && part.sent.status != UCS_OK) {
+  if (!part.sent->busy && part.sent->status != UCS_OK) {
     ranks_[r].endpoint.failed = true;
-    ranks_[r].endpoint.status = part.sent.status;
+    ranks_[r].endpoint.status = part.sent->status;
   }
 }
 
@@ -223,6 +223,7 @@ void Coordinator::fail(uint32_t r, const std::string& why) {
   if (rank.endpoint.handle) rank.reason = why;
   hub_.close(rank.endpoint);
   rank.up = false;
+  for (Wave& wave : waves_) hub_.let_go(wave.parts[r].sent);
 }
 
 Coordinator::Wave* Coordinator::take_over(Wave& lost, Lock& lock) {

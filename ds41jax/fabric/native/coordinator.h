@@ -59,7 +59,8 @@ class Coordinator {
   };
   struct Part {  // of a wave, for one rank
     Buffer buffer;
-    Transfer sent, received;
+    std::unique_ptr<Transfer> sent = std::make_unique<Transfer>();
+    Transfer received;
     bool expected = false, accepted = false;
   };
   struct Wave {

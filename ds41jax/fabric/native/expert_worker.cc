@@ -45,8 +45,11 @@ void ExpertWorker::dismiss(int place) {
   hub_.close(peer.endpoint);
   peer.taken = false;
   peer.token = 0;
-  for (Frame& frame : frames_)
-    if (frame.peer == place) frame.peer = -1;  // its answer has nowhere to go
+  for (Frame& frame : frames_) {
+    if (frame.peer != place) continue;
+    frame.peer = -1;  // its answer has nowhere to go
+    hub_.let_go(frame.sent);
+  }
 }
 
 Target ExpertWorker::accept(void* self, uint64_t token, uint64_t request, size_t size) {
@@ -60,8 +63,8 @@ Target ExpertWorker::accept(void* self, uint64_t token, uint64_t request, size_t
       frame.order = ++me->order_;
       frame.peer = p;
       frame.received.status = UCS_OK;
-      frame.sent.header[0] = token;
-      frame.sent.header[1] = request;
+      frame.sent->header[0] = token;
+      frame.sent->header[1] = request;
       return {&frame.received, &frame.request};
     }
     ++me->refused_;
@@ -78,7 +81,7 @@ void ExpertWorker::sweep() {
   hub_.progress();
   for (Frame& frame : frames_) {
     const bool gone = frame.peer < 0 || peers_[frame.peer].endpoint.failed;
-    if (frame.state == State::kAnswering && !frame.sent.busy) frame.state = State::kFree;
+    if (frame.state == State::kAnswering && !frame.sent->busy) frame.state = State::kFree;
     if (frame.state == State::kChecked && gone) frame.state = State::kFree;
     if (frame.state != State::kArriving || frame.received.busy) continue;
     if (gone || frame.received.status != UCS_OK) {
@@ -89,7 +92,7 @@ void ExpertWorker::sweep() {
         check_request(options_.geometry, frame.request.data, frame.received.size);
     RequestHeader header;
     std::memcpy(&header, frame.request.data, sizeof header);
-    if (!why && header.request != frame.sent.header[1]) why = "two request ids in one frame";
+    if (!why && header.request != frame.sent->header[1]) why = "two request ids in one frame";
     if (!why) {
       frame.state = State::kChecked;
       continue;
@@ -193,13 +196,13 @@ void ExpertWorker::answer(Frame& frame, uint16_t status) {
   }
   RequestHeader header;
   std::memcpy(&header, frame.request.data, sizeof header);
-  header.request = frame.sent.header[1];
+  header.request = frame.sent->header[1];
   if (status != kStatusOk) header.flags = 0;  // nothing in a refused frame is believed
   encode_response(options_.geometry, header, status, options_.executor, frame.response.data);
   const size_t size = status == kStatusOk ? options_.geometry.response_bytes(header.rows)
                                           : sizeof(ResponseHeader);
   frame.state = State::kAnswering;
-  hub_.send(peers_[frame.peer].endpoint, frame.sent, frame.response, size);
+  hub_.send(peers_[frame.peer].endpoint, *frame.sent, frame.response, size);
 }
 
 uint64_t ExpertWorker::answered() {

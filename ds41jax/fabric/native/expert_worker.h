@@ -62,7 +62,8 @@ class ExpertWorker {
     uint64_t order = 0;
     int peer = -1;
     Buffer request, response;
-    Transfer received, sent;
+    Transfer received;
+    std::unique_ptr<Transfer> sent = std::make_unique<Transfer>();
   };
 
   static Target accept(void* self, uint64_t token, uint64_t request, size_t size);

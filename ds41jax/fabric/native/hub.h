@@ -11,6 +11,7 @@
 #include <chrono>
 #include <condition_variable>
 #include <cstdint>
+#include <memory>
 #include <mutex>
 #include <string>
 #include <vector>
@@ -108,7 +109,8 @@ class Hub {
   using Accept = Target (*)(void* owner, uint64_t token, uint64_t request, size_t size);
 
   // Throws std::runtime_error. `transports` is UCX_TLS, or null for UCX's own choice; `spin` polls
-  // without ever sleeping.
+  // without ever sleeping. If only shared memory is named, UCX does not notice a peer that dies:
+  // whoever holds the control connection does.
   Hub(const Ucx& ucx, const char* transports, bool spin, Accept accept, void* owner);
   ~Hub();
   Hub(const Hub&) = delete;
@@ -118,6 +120,9 @@ class Hub {
   void connect(const uint8_t* address, size_t size, Endpoint& endpoint);
   void close(Endpoint& endpoint);
   void send(Endpoint& endpoint, Transfer& transfer, const Buffer& buffer, size_t size);
+  // Frees a record of a closed endpoint's send for another. Shared memory never tells the end of one
+  // whose peer died: what UCX still points to is left to it.
+  void let_go(std::unique_ptr<Transfer>& transfer);
   void progress();
   // Gives the mutex up for a moment: until a message comes or `until`, 50 ms at most.
   void pause(Lock& lock, Clock::time_point until);
@@ -131,7 +136,7 @@ class Hub {
   ucs_status_t arrive(const uint64_t* header, void* data, size_t size, bool rendezvous);
 
   const Ucx& ucx_;
-  bool spin_;
+  bool spin_, shared_memory_;
   Accept accept_;
   void* owner_;
   ucp_context_h context_ = nullptr;
