@@ -25,8 +25,8 @@ from jax.experimental.pallas import triton
 from ds41jax.formats import Format, QuantizedArray, values
 from ds41jax.kernels import gpu
 from ds41jax.kernels.compute import Compute, Phase
-from ds41jax.kernels.linear import quantized_linear
-from ds41jax.kernels.quantize import quantized_planes, rounded_groups
+from ds41jax.kernels.linear import matmul, quantized_linear, quantized_parts
+from ds41jax.kernels.quantize import Input, quantized_planes, rounded_groups, store_planes
 from ds41jax.kernels.rows import map_rows
 
 BLOCK_ROWS = 16  # pairs of one expert that share its weights; the matrix unit's narrowest
@@ -65,8 +65,8 @@ def swiglu(gate: jax.Array, up: jax.Array, limit: float) -> jax.Array:
 
 
 def expert_mlp(
-    x: jax.Array,
-    matrices: tuple[jax.Array, jax.Array, jax.Array],
+    x: Input,
+    matrices: tuple[Any, Any, Any],
     weight: jax.Array | None,
     limit: float,
     compute: Compute,
@@ -78,6 +78,10 @@ def expert_mlp(
     output is a part of a sum, and not `rounded`.
     """
     w1, w2, w3 = matrices
+    if compute.on_gpu:
+        parts = quantized_parts(x, (w1, w3), compute)
+        hidden = _activate(parts, weight, limit, 2, compute)
+        return matmul(hidden[:, None], w2, compute, rounded)
     gate = quantized_linear(x, w1, compute)
     up = quantized_linear(x, w3, compute)
     hidden = swiglu(gate, up, limit)
@@ -87,7 +91,7 @@ def expert_mlp(
 
 
 def routed_experts(
-    x: jax.Array,
+    x: Input,
     expert_ids: jax.Array,
     weights: jax.Array,
     matrices: tuple[QuantizedArray, QuantizedArray, QuantizedArray],
@@ -182,7 +186,7 @@ def expert_floor(rows: int, experts: int, d: int, f: int) -> tuple[int, int]:
 
 
 def _routed_on_gpu(
-    x: jax.Array,
+    x: Input,
     expert_ids: jax.Array,
     weights: jax.Array,
     matrices: tuple[QuantizedArray, QuantizedArray, QuantizedArray],
@@ -201,7 +205,7 @@ def _routed_on_gpu(
         plan = block_plan(expert_ids.reshape(-1), compute)
     x = quantized_planes(x, 4, compute)
     parts = _expert_matmul(x, plan, (w1, w3), choices, up, compute)
-    hidden = _activate(parts, weights.reshape(-1), limit, compute)
+    hidden = _activate(parts, weights.reshape(-1), limit, 4, compute)
     (outputs,) = _expert_matmul(hidden, plan, (w2,), 1, down, compute)
     each = gpu.add_parts(outputs)
     each = (compute.round(each) if rounded else each).reshape(rows, choices, -1)
@@ -357,37 +361,45 @@ def _matmul_kernel(
 
 
 def _activate(
-    parts: tuple[jax.Array, ...], routing: jax.Array, limit: float, compute: Compute
+    parts: tuple[jax.Array, ...],
+    weights: jax.Array | None,
+    limit: float,
+    planes: int,
+    compute: Compute,
 ) -> jax.Array:
-    """Parts of gate and up [splits, P, F] to the weighted, FP8-rounded hidden planes."""
+    """Parts of gate and up [splits, P, F] to the FP8-rounded hidden planes [P, planes, F / planes].
+
+    `weights` [P], if given, scale the hidden layer before it is quantised.
+    """
     splits, pairs, f = parts[0].shape
     width = min(ACTIVATION_COLUMNS, f & -f)
     kernel = functools.partial(
         _activate_kernel, splits=splits, width=width, limit=limit, compute=compute
     )
-    out = jax.ShapeDtypeStruct((pairs, 4, f // 4), jnp.bfloat16)
+    out = jax.ShapeDtypeStruct((pairs, planes, f // planes), jnp.bfloat16)
     grid = (f // width, pairs)
-    return gpu.call(kernel, compute, grid, out, warps=2, name="expert_act")(*parts, routing)
+    scaled = () if weights is None else (weights,)
+    return gpu.call(kernel, compute, grid, out, warps=2, name="expert_act")(*parts, *scaled)
 
 
 def _activate_kernel(
     gate_ref: Any,
     up_ref: Any,
-    routing_ref: Any,
-    out_ref: Any,
-    *,
+    *refs: Any,  # the pairs' weights, if any; the output
     splits: int,
     width: int,
     limit: float,
     compute: Compute,
 ) -> None:
+    *weights, out_ref = refs
     first, pair = pl.program_id(0) * width, pl.program_id(1)
 
     def total(ref: Any) -> jax.Array:
         parts = [ref[split, pair, pl.ds(first, width)] for split in range(splits)]
-        return gpu.rounded(sum(parts[1:], parts[0]), compute)
+        return gpu.rounded(gpu.add_parts(parts), compute)
 
-    hidden = swiglu(total(gate_ref), total(up_ref), limit) * routing_ref[pair]
-    exact = rounded_groups(gpu.rounded(hidden, compute)).astype(jnp.bfloat16)
-    column = first + jnp.arange(width)
-    triton.store(out_ref.at[pair, column % 4, column // 4], exact)
+    hidden = swiglu(total(gate_ref), total(up_ref), limit)
+    for ref in weights:
+        hidden = hidden * ref[pair]
+    exact = rounded_groups(gpu.rounded(hidden, compute))
+    store_planes(out_ref, pair, first + jnp.arange(width), exact)

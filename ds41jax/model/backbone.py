@@ -20,6 +20,7 @@ from jax import lax
 from ds41jax.config import ModelConfig, SelectRole
 from ds41jax.kernels.compute import Compute
 from ds41jax.kernels.linear import operand, project
+from ds41jax.kernels.quantize import Input
 from ds41jax.kernels.rows import map_rows
 from ds41jax.model import attention, compressor, indexer
 from ds41jax.model.block import BlockWeights, attention_input, block
@@ -103,7 +104,7 @@ def layer(
     state = keep_suffix(carry, index, batch, config, compute)
     selection = carry.selection
 
-    def attend(x: jax.Array) -> jax.Array:
+    def attend(x: Input) -> jax.Array:
         nonlocal state, selection
         out, state, selection = attention_layer(
             x, index, state, selection, params, batch, config, compute
@@ -112,7 +113,7 @@ def layer(
 
     weights = at_layer(params.layers, index, in_place=compute.on_gpu)
 
-    def feed_forward(x: jax.Array) -> jax.Array:
+    def feed_forward(x: Input) -> jax.Array:
         nonlocal state
         out, fault = placed_moe(x, index, state.fault, weights.ffn, batch, config, compute)
         state = dataclasses.replace(state, fault=fault)
@@ -156,7 +157,7 @@ def add_engram(
 
 
 def attention_layer(
-    x: jax.Array,
+    x: Input,
     index: Index,
     state: KVState,
     selection: Selection,
@@ -166,14 +167,15 @@ def attention_layer(
     compute: Compute,
 ) -> tuple[jax.Array, KVState, Selection]:
     """Attention of one layer on its normalised input x [T, D]; writes its rows, reads caches."""
-    weights = at_layer(params.layers.attn, index)
+    weights = at_layer(params.layers.attn, index, in_place=compute.on_gpu)
     frequencies = layer_frequencies(config, index)
-    rows = attention.window_rows(x, batch.positions, weights, frequencies, config, compute)
+    rows, latent, q = attention.rows_and_queries(
+        x, batch.positions, weights, frequencies, config, compute
+    )
     floor = window_floor(batch, index, config)
     window = attention.window_index(batch, floor, config.sliding_window, ring_rows(config))
     ring = attention.ring_and_step_rows(state.window, index, batch.slots, rows, compute)
     sources = [(ring, window)]
-    latent, q = attention.queries(x, batch.positions, weights, frequencies, config, compute)
     if config.kv_source_layer_ids:
         state = publish(x, index, state, params, batch, config, compute)
         selection = select(x, latent, index, state, selection, params, batch, config, compute)
@@ -209,7 +211,7 @@ def window_floor(batch: StepBatch, index: Index, config: ModelConfig) -> jax.Arr
 
 
 def publish(
-    x: jax.Array,
+    x: Input,
     index: Index,
     state: KVState,
     params: Params,
@@ -236,8 +238,8 @@ def publish(
 
 
 def select(
-    x: jax.Array,
-    latent: jax.Array,
+    x: Input,
+    latent: Input,
     index: Index,
     state: KVState,
     selection: Selection,

@@ -1,12 +1,15 @@
 """One transformer block: attention and experts between hyper-connections."""
 
 from collections.abc import Callable
+from typing import Any
 
 import jax
 from flax import struct
 
 from ds41jax.config import ModelConfig
+from ds41jax.kernels import streams
 from ds41jax.kernels.compute import Compute
+from ds41jax.kernels.quantize import Input
 from ds41jax.kernels.rows import map_rows
 from ds41jax.model.attention import AttentionWeights, attention_specs
 from ds41jax.model.hyper_connections import (
@@ -14,6 +17,7 @@ from ds41jax.model.hyper_connections import (
     collapse,
     expand,
     mix_specs,
+    mixes_on_gpu,
     split_mixes,
     stream_mixes,
 )
@@ -21,8 +25,9 @@ from ds41jax.model.moe import MoeWeights, moe, moe_specs
 from ds41jax.model.norm import rms_norm
 from ds41jax.model.tensors import spec
 
-Attend = Callable[[jax.Array], jax.Array]
-FeedForward = Callable[[jax.Array], jax.Array]
+Attend = Callable[[Input], jax.Array]
+FeedForward = Callable[[Input], jax.Array]
+ATTENTION_PLANES, EXPERT_PLANES = (2,), (2, 4)  # of dense weights, and of routed experts
 
 
 @struct.dataclass
@@ -62,12 +67,14 @@ def attention_input(
     weights: BlockWeights,
     config: ModelConfig,
     compute: Compute,
-) -> jax.Array:
+) -> Input:
     """The normalised input [T, D] of a block's attention, of streams [T, S, D] and pre [T, S]."""
+    norm, eps = weights.attn_norm, config.rms_norm_eps
+    if compute.on_gpu:
+        return streams.enter(stream, pre, norm, eps, ATTENTION_PLANES, compute)[0]
 
     def tile(stream: jax.Array, pre: jax.Array) -> jax.Array:
-        x = collapse(stream, pre, compute)
-        return rms_norm(x, weights.attn_norm, config.rms_norm_eps, compute)
+        return rms_norm(collapse(stream, pre, compute), norm, eps, compute)
 
     return map_rows(compute, tile, stream, pre)
 
@@ -89,13 +96,34 @@ def block(
       stream: [T, S, D] residual streams.
       pre: [T, S] collapse weights left by the sub-layer before.
       is_image: [T] bool.
-      attend: the attention of this block, [T, D] -> [T, D].
+      attend: the attention of this block, [T, D] -> [T, D], on a GPU parts [P, T, D] of that.
       weights: of one layer.
       feed_forward: [T, D] -> [T, D] in place of this block's `moe`.
 
     Returns:
       The streams after the block, and the collapse weights for the sub-layer that follows.
     """
+    first_half = _attention_on_gpu if compute.on_gpu else _attention
+    stream, x, ffn_pre, post, comb = first_half(stream, pre, attend, weights, config, compute)
+    if feed_forward is None:
+        output = moe(x, is_image, weights.ffn, num_experts_per_tok, config, compute)
+    else:
+        output = feed_forward(x)
+    stream = map_rows(
+        compute, lambda o, s, p, c: expand(o, s, p, c, compute), output, stream, post, comb
+    )
+    return stream, ffn_pre
+
+
+def _attention(
+    stream: jax.Array,
+    pre: jax.Array,
+    attend: Attend,
+    weights: BlockWeights,
+    config: ModelConfig,
+    compute: Compute,
+) -> tuple[jax.Array, Input, jax.Array, jax.Array, jax.Array]:
+    """Up to the experts: the streams, the experts' input, and their pre, post and comb."""
 
     def mix_attention(stream: jax.Array) -> tuple[jax.Array, ...]:
         mixes = stream_mixes(stream, weights.hc_attn, config, compute)
@@ -103,7 +131,7 @@ def block(
 
     def between(
         stream: jax.Array, output: jax.Array, pre: jax.Array, post: jax.Array, comb: jax.Array
-    ) -> tuple[jax.Array, ...]:
+    ) -> Any:
         stream = expand(output, stream, post, comb, compute)
         mixes = stream_mixes(stream, weights.hc_ffn, config, compute)
         x = collapse(stream, pre, compute)
@@ -113,14 +141,25 @@ def block(
     x = attention_input(stream, pre, weights, config, compute)
     attn_pre, post, comb = map_rows(compute, mix_attention, stream)
     output = attend(x)
-    stream, x, ffn_pre, post, comb = map_rows(
+    made: tuple[jax.Array, Input, jax.Array, jax.Array, jax.Array] = map_rows(
         compute, between, stream, output, attn_pre, post, comb
     )
-    if feed_forward is None:
-        output = moe(x, is_image, weights.ffn, num_experts_per_tok, config, compute)
-    else:
-        output = feed_forward(x)
-    stream = map_rows(
-        compute, lambda o, s, p, c: expand(o, s, p, c, compute), output, stream, post, comb
+    return made
+
+
+def _attention_on_gpu(
+    stream: jax.Array,
+    pre: jax.Array,
+    attend: Attend,
+    weights: BlockWeights,
+    config: ModelConfig,
+    compute: Compute,
+) -> tuple[jax.Array, Input, jax.Array, jax.Array, jax.Array]:
+    """`_attention` in kernels that each do what stands between two products."""
+    eps, norms = config.rms_norm_eps, (weights.attn_norm, weights.ffn_norm)
+    x, square = streams.enter(stream, pre, norms[0], eps, ATTENTION_PLANES, compute)
+    pre, post, comb = mixes_on_gpu(stream, square, weights.hc_attn, config, compute)
+    stream, x, square = streams.leave_and_enter(
+        attend(x), stream, post, comb, pre, norms[1], eps, EXPERT_PLANES, compute
     )
-    return stream, ffn_pre
+    return stream, x, *mixes_on_gpu(stream, square, weights.hc_ffn, config, compute)
