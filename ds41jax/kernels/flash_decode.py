@@ -1,6 +1,6 @@
 """Sparse attention on a GPU: parts of the keys, and what merges them. See `sparse_attention`.
 
-A flash decode: a program takes one query, HEAD_TILE heads and a fixed part of the keys, reads rows
+A flash decode: a program takes one query, a tile of heads and a fixed part of the keys, reads rows
 by index from FP8 rings and FP4 pages and decodes them in registers. Both formats come out as four
 planes (columns 4 c + j), the order in which FP4 is packed. Another kernel merges the parts with the
 sink. Queries are rotated where they are read, and results rotated back where they are merged.
@@ -20,14 +20,11 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
 from ds41jax.formats import Format, QuantizedArray
-from ds41jax.kernels import gpu
+from ds41jax.kernels import choices, gpu
 from ds41jax.kernels.compute import Compute, Phase
 from ds41jax.kernels.rotation import Turn, load_turn, turn_pairs
 
-HEAD_TILE = 16
-KEY_TILE = 64
 MERGE_HEADS = 8
-PART_TILES = 2  # key tiles of a decoding program; prefill has programs enough without parts
 ROW_SHIFT = 16  # rows are held at 2^-16, so that every KV_FP4 scale fits BF16 with E2M1's bias
 LOG2E = 1.4426950408889634
 
@@ -78,47 +75,55 @@ def attend_parts(
 
     Queries are rotated by `angles` first, if given. Heads are padded to whole tiles.
     """
-    t, heads, width = q.shape
-    (window, window_index), *rest = sources
-    assert isinstance(window, RingAndStep)
-    index = [_padded(i) for i in (window_index, *(i for _, i in rest))]
-    ring, step = window.ring, window.step
-    operands = [jnp.asarray(ring.layer, jnp.int32).reshape(1), window.slots]
-    operands += [gpu.lanes(ring.codes, jnp.uint32), ring.scales]
-    operands += [gpu.lanes(step.codes, jnp.uint32), step.scales]
-    for pages, _ in rest:
-        assert isinstance(pages, QuantizedArray) and pages.format is Format.KV_FP4
-        operands += [gpu.lanes(pages.codes), pages.scales]
-    tiles = sum(i.shape[1] for i in index) // KEY_TILE
+    sizes, (t, heads, width) = choices.current()["attention"], q.shape
+    keys, head_tile = sizes["keys"], sizes["heads"]
+    index = [_padded(i, keys) for _, i in sources]
+    window = sources[0][0]
+    tiles = sum(i.shape[1] for i in index) // keys
     plan = _Plan(
         heads=heads,
         width=width,
-        ring_rows=ring.codes.shape[2],
-        all_ring_rows=window.slots.shape[0] * ring.codes.shape[2],
-        window_tiles=index[0].shape[1] // KEY_TILE,
+        ring_rows=window.ring.codes.shape[2],
+        all_ring_rows=window.slots.shape[0] * window.ring.codes.shape[2],
+        window_tiles=index[0].shape[1] // keys,
         tiles=tiles,
-        part_tiles=tiles if compute.phase is Phase.PREFILL else PART_TILES,
-        keys=KEY_TILE,
-        head_tile=HEAD_TILE,
+        part_tiles=tiles if compute.phase is Phase.PREFILL else sizes["part_tiles"],
+        keys=keys,
+        head_tile=head_tile,
         factor=scale * LOG2E * 2.0**ROW_SHIFT,
         turns=angles is not None,
     )
-    padded_heads = -(-heads // HEAD_TILE) * HEAD_TILE
+    padded_heads = -(-heads // head_tile) * head_tile
     q = jnp.pad(q, ((0, 0), (0, padded_heads - heads), (0, 0)))
     scalar = jax.ShapeDtypeStruct((plan.parts, t, padded_heads), jnp.float32)
     shape = (plan.parts, t, padded_heads, width)
     shapes = (jax.ShapeDtypeStruct(shape, jnp.bfloat16), scalar, scalar)
     kernel = functools.partial(_attend_kernel, plan=plan, compute=compute)
-    grid = (padded_heads // HEAD_TILE, plan.parts, t)
-    run = gpu.call(kernel, compute, grid, shapes, warps=4, stages=2, name="sparse_attention")
+    grid = (padded_heads // head_tile, plan.parts, t)
+    warps, stages = sizes["warps"], sizes["stages"]
+    run = gpu.call(kernel, compute, grid, shapes, warps, stages, name="sparse_attention")
     turns = () if angles is None else (angles.cos, angles.sin)
-    out, top, total = run(q, *turns, index[0], *operands, *index[1:])
+    out, top, total = run(q, *turns, index[0], *_stores(sources), *index[1:])
     return out, top, total
 
 
-def _padded(index: jax.Array) -> jax.Array:
-    """Index [T, K] with -1 up to a multiple of KEY_TILE."""
-    return jnp.pad(index, ((0, 0), (0, -index.shape[1] % KEY_TILE)), constant_values=-1)
+def _stores(sources: tuple[tuple[Any, jax.Array], ...]) -> list[jax.Array]:
+    """What the kernel reads rows from, in place: layer, slots, ring, step, and pages, if any."""
+    window, *rest = (rows for rows, _ in sources)
+    assert isinstance(window, RingAndStep)
+    ring, step = window.ring, window.step
+    operands = [jnp.asarray(ring.layer, jnp.int32).reshape(1), window.slots]
+    operands += [gpu.lanes(ring.codes, jnp.uint32), ring.scales]
+    operands += [gpu.lanes(step.codes, jnp.uint32), step.scales]
+    for pages in rest:
+        assert isinstance(pages, QuantizedArray) and pages.format is Format.KV_FP4
+        operands += [gpu.lanes(pages.codes), pages.scales]
+    return operands
+
+
+def _padded(index: jax.Array, keys: int) -> jax.Array:
+    """Index [T, K] with -1 up to a multiple of `keys`."""
+    return jnp.pad(index, ((0, 0), (0, -index.shape[1] % keys)), constant_values=-1)
 
 
 def merge_parts(

@@ -4,10 +4,10 @@ Weights are [out, in]; products accumulate in float32. The official FP8 product 
 sums of 32-wide blocks in K order; codes times power-of-two scales are exact in float32, so only the
 order of the same sum differs here.
 
-The kernel: TILE outputs a program, weights as the first operand of the matrix unit, rows as its
-columns, which never mix. The width of a row tile may therefore follow the number of rows without
-changing a bit of any of them; the split of the sum over the inputs must not, and follows the
-matrix's shape alone.
+The kernel: a tile of outputs a program, weights as the first operand of the matrix unit, rows as
+its columns, which never mix. The width of a row tile may therefore follow the number of rows
+without changing a bit of any of them; the split of the sum over the inputs must not, and follows
+the matrix's shape alone.
 
 Letters: T rows, N outputs, K inputs, G groups of a block-diagonal matrix.
 """
@@ -24,16 +24,13 @@ from jax.experimental.pallas import triton
 
 from ds41jax.formats import Format, QuantizedArray
 from ds41jax.formats.numerics import values
-from ds41jax.kernels import gpu
+from ds41jax.kernels import choices, gpu
 from ds41jax.kernels.compute import Compute, Phase
 from ds41jax.kernels.quantize import Input, quantized_planes, values_of
 
-TILE, WIDE_TILE = 64, 128  # outputs a program; the wide one is for wide row tiles
-STEP = 128  # inputs a step
+TILE = 64  # outputs of an unquantised product's program
 ROW_TILES = (16, 32, 64)
-PREFILL_ROWS = 128
 MOST_SPLITS, MOST_SPLITS_OF_ONE_TILE = 16, 64
-PROGRAMS = 264  # two for each multiprocessor of the largest card: a sum is split until there are
 
 
 Weight = Any  # QuantizedArray, jax.Array, StackEntry, or values of a quantised one on the jnp path
@@ -143,16 +140,20 @@ class _Plan:
     quantized: bool
     wide: bool  # float32 weights
     prefill: bool
+    dense: Any  # Sizes: of decoding
+    sizes: Any  # Sizes: of this product
 
     @property
     def tile(self) -> int:
         part = self.n // self.groups
-        tile = WIDE_TILE if self.quantized and self.row_tile >= 64 else TILE
-        return min(tile, part & -part) if self.groups > 1 or self.quantized else tile
+        if not self.quantized:
+            return min(TILE, part & -part) if self.groups > 1 else TILE
+        return min(self.sizes["outputs"], part & -part)
 
     @property
     def step(self) -> int:
-        return min(STEP // 2 if self.wide else STEP, self.k & -self.k)
+        sizes = self.sizes if self.quantized and self.prefill else self.dense
+        return min(sizes["inputs"] // 2 if self.wide else sizes["inputs"], self.k & -self.k)
 
     @property
     def splits(self) -> int:
@@ -162,14 +163,14 @@ class _Plan:
         steps, tiles = self.k // self.step, -(-self.n // TILE)
         most = MOST_SPLITS_OF_ONE_TILE if tiles == 1 else MOST_SPLITS
         fitting = [s for s in range(1, most + 1) if steps % s == 0]
-        enough = [s for s in fitting if s * tiles >= PROGRAMS]
+        enough = [s for s in fitting if s * tiles >= self.dense["programs"]]
         return enough[0] if enough else fitting[-1]
 
     @property
     def row_tile(self) -> int:
         if self.prefill:
-            return PREFILL_ROWS if self.quantized else ROW_TILES[-1]
-        return next((t for t in ROW_TILES if self.rows <= t), ROW_TILES[-1])
+            return self.sizes["rows"] if self.quantized else ROW_TILES[-1]
+        return row_tile(self.rows)
 
     @property
     def tiles(self) -> int:
@@ -182,12 +183,12 @@ class _Plan:
 
     @property
     def warps_and_stages(self) -> tuple[int, int]:
-        """Within 99 KiB of shared memory, the most that sm_120 gives a program."""
-        if self.row_tile == PREFILL_ROWS:
-            return 8, 2
-        if self.tile == WIDE_TILE:
-            return 8, 3
-        return 4, 4 if self.quantized else 3
+        return (self.sizes["warps"], self.sizes["stages"]) if self.quantized else (4, 3)
+
+
+def row_tile(rows: int) -> int:
+    """Rows a program of decoding."""
+    return next((t for t in ROW_TILES if rows <= t), ROW_TILES[-1])
 
 
 def matmul(x: jax.Array, w: Weight, compute: Compute, rounded: bool = False) -> jax.Array:
@@ -223,7 +224,9 @@ def products(
 
 def _plan(x: jax.Array, w: Weight, compute: Compute) -> _Plan:
     rows, groups, count, width = x.shape
-    matrix = _in_place(w)[1]
+    matrix, prefill = _in_place(w)[1], compute.phase is Phase.PREFILL
+    table = choices.current()
+    kind = "dense_wide" if row_tile(rows) >= 64 else "dense"
     return _Plan(
         n=matrix.shape[-2],
         k=count * width,
@@ -231,7 +234,9 @@ def _plan(x: jax.Array, w: Weight, compute: Compute) -> _Plan:
         rows=rows,
         quantized=isinstance(w, QuantizedArray),
         wide=matrix.dtype == jnp.float32,
-        prefill=compute.phase is Phase.PREFILL,
+        prefill=prefill,
+        dense=table["dense"],
+        sizes=table["dense_prefill" if prefill else kind],
     )
 
 
