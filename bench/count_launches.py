@@ -3,7 +3,8 @@
 XLA's compiler needs JAX's CUDA plugin and NVIDIA's ptxas and libdevice, but no GPU and no driver:
 `pip install --no-deps jax-cuda13-plugin jax-cuda13-pjrt nvidia-cuda-nvcc nvidia-nvvm`, with the
 versions of the installed JAX (0.11 or later). Every kernel, fusion and copy that the compiled
-program's entry holds is one launch; constants, bitcasts and tuples are none.
+program's entry holds is one launch; constants, bitcasts, tuples and copies of empty arrays (caches
+of drafts that these layers do not have) are none.
 
 Layers are those of `layers_gpu.py`. What depends on the batch alone (window and page indices,
 cosines and sines) is counted in each layer here, while a model's step computes it once.
@@ -77,6 +78,8 @@ def launches(program: str) -> list[tuple[str, str, str]]:
     pattern = rf"^\s+(?:ROOT )?%?(\S+) = (.*?)\s({LAUNCHES})(?:-start)?\((.*)$"
     found = []
     for name, result, operation, rest in re.findall(pattern, entry, re.MULTILINE):
+        if re.search(r"\[(\d+,)*0[,\]]", result):
+            continue
         kernel = re.search(r'\bname = "(\w+)"', rest)
         found.append((operation, kernel.group(1) if kernel else name, result))
     return found
