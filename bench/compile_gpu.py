@@ -23,11 +23,17 @@ from triton.backends.compiler import GPUTarget
 
 from ds41jax.formats import Format, QuantizedArray
 from ds41jax.kernels.compute import Compute, Kernels, Phase
-from ds41jax.kernels.experts import routed_experts
+from ds41jax.kernels.experts import expert_mlp, routed_experts
+from ds41jax.kernels.flash_decode import RingAndStep
 from ds41jax.kernels.index_select import PagedKeys, best_rows, paged_index_scores
-from ds41jax.kernels.linear import quantized_linear
-from ds41jax.kernels.mixes import split_mixes
-from ds41jax.kernels.sparse_attention import RingAndStep, sparse_attention
+from ds41jax.kernels.latents import latents
+from ds41jax.kernels.linear import quantized_linear, quantized_parts
+from ds41jax.kernels.mixes import finish_mixes
+from ds41jax.kernels.rotation import Turn
+from ds41jax.kernels.routing import choose_of_parts
+from ds41jax.kernels.sparse_attention import rotated_attention
+from ds41jax.kernels.store import store_rows
+from ds41jax.kernels.streams import enter, leave_and_enter
 
 DEVICES = {
     90: ("NVIDIA H200", 132),
@@ -58,16 +64,18 @@ def operations(rows: int, compute: Compute) -> Iterator[tuple[Any, tuple[Any, ..
     )
     dense = quantized(Format.FP8_BLOCK, 2, 1280, 5120)
     yield lambda x, w: quantized_linear(x, w, compute), (x, dense)
+    angles = Turn(*[S((rows, 32), jnp.float32)] * 2)
     ring = quantized(Format.FP8_GROUP, 2, 16, 256, 512)
     step = quantized(Format.FP8_GROUP, rows, 512, stacked=False)
     pages = quantized(Format.KV_FP4, 1 << 16, 512, stacked=False)
     index = [S((rows, n), jnp.int32) for n in (128, 512)]
     yield (
-        lambda q, sink, ring, slots, step, i, pages, j: sparse_attention(
-            q, ((RingAndStep(ring, slots, step), i), (pages, j)), sink, 0.04, compute
+        lambda q, t, sink, ring, slots, step, i, pages, j: rotated_attention(
+            q, t, ((RingAndStep(ring, slots, step), i), (pages, j)), sink, 0.04, 8, compute
         ),
         (
             S((rows, 64, 512), jnp.bfloat16),
+            angles,
             S((64,), jnp.float32),
             ring,
             S((16,), jnp.int32),
@@ -86,9 +94,52 @@ def operations(rows: int, compute: Compute) -> Iterator[tuple[Any, tuple[Any, ..
         (S((*heads, 128), jnp.bfloat16), S(heads, jnp.float32), keys, row, row),
     )
     yield lambda s: best_rows(s, 512, compute), (S((rows, 1 << 16), jnp.float32),)
+    yield from between_products(rows, compute)
+
+
+def between_products(rows: int, compute: Compute) -> Iterator[tuple[Any, tuple[Any, ...]]]:
+    """The kernels that stand between two products, and products that share a launch."""
+    f32, bf16 = jnp.float32, jnp.bfloat16
+    decode = compute.phase is Phase.DECODE
+    parts = lambda count, n: S((count if decode else 1, rows, n), f32)  # noqa: E731
+    stream, pre, norm = S((rows, 4, 5120), bf16), S((rows, 4), f32), S((5120,), bf16)
+    yield lambda s, p, n: enter(s, p, n, 1e-20, (2,), compute), (stream, pre, norm)
     yield (
-        lambda m, b, s: split_mixes(m, b, s, 4, 20, 1e-6, compute),
-        (S((rows, 24), jnp.float32), S((24,), jnp.float32), S((3,), jnp.float32)),
+        lambda o, s, p, c, n: leave_and_enter(o, s, p, c, p, n, 1e-20, (2, 4), compute),
+        (parts(4, 5120), stream, pre, S((rows, 4, 4), f32), norm),
+    )
+    yield (
+        lambda m, s, b, x: finish_mixes(m, s, b, x, 4, 20, 1e-6, 1e-20, compute),
+        (parts(64, 24), S((rows,), f32), S((24,), f32), S((3,), f32)),
+    )
+    low = [quantized(Format.FP8_BLOCK, 2, n, 5120) for n in (1280, 512)]
+    yield lambda x, a, b: quantized_parts(x, (a, b), compute), (S((rows, 5120), bf16), *low)
+    yield (
+        lambda a, b, m, n, t: latents((a, b), (m, n), t, 1e-20, compute),
+        (
+            *(parts(10, n) for n in (1280, 512)),
+            *(S((n,), bf16) for n in (1280, 512)),
+            Turn(*[S((rows, 32), f32)] * 2),
+        ),
+    )
+    shared = [quantized(Format.FP8_BLOCK, 2, *s) for s in ((2304, 5120), (5120, 2304))]
+    yield (
+        lambda x, a, b: expert_mlp(x, (a, b, a), None, 10.0, compute),
+        (S((rows, 5120), bf16), *shared),
+    )
+    yield (
+        lambda p, b, i: choose_of_parts(p, (b, b), i, 6, True, 1.5, compute),
+        (parts(10, 384), S((384,), f32), S((rows,), jnp.bool_)),
+    )
+    at = S((rows,), jnp.int32)
+    yield (
+        lambda r, s, p, x: store_rows(r, 1, s, p, x, compute),
+        (
+            quantized(Format.FP8_GROUP, 2, 16, 256, 512, stacked=False),
+            at,
+            at,
+            quantized(Format.FP8_GROUP, rows, 512, stacked=False),
+        ),
     )
 
 
@@ -140,12 +191,15 @@ def compile_kernel(ir: str, arch: int, warps: int, stages: int) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--only", nargs="+", help="names of kernels; all by default")
     parser.add_argument("--arch", type=int, nargs="+", choices=DEVICES, default=list(DEVICES))
     options = parser.parse_args()
     for arch in options.arch:
         for phase, rows in ((Phase.DECODE, 1), (Phase.DECODE, 96), (Phase.PREFILL, 2048)):
             for run, args in operations(rows, Compute(kernels=Kernels.PALLAS, phase=phase)):
                 for name, ir, warps, stages in triton_modules(run, args, arch):
+                    if options.only and name not in options.only:
+                        continue
                     line = compile_kernel(ir, arch, warps, stages)
                     print(f"sm_{arch} {phase.value:8} {rows:5} {name:17} {line}", flush=True)
 

@@ -239,7 +239,9 @@ def main() -> None:
     print(f"load {load[0]:.2f}, {os.cpu_count()} cores")
     print(f"{'transport':<22}{'rows':>5}{'ranks':>6}{'bare us':>9}{'exchange us':>13}{'over':>7}")
     records: list[dict[str, Any]] = []
-    cells = [(n, t, s) for n, t in (("shared memory", "sm,self"), ("tcp", "tcp,self")) for s in (0, 1)]
+    cells = [
+        (n, t, s) for n, t in (("shared memory", "sm,self"), ("tcp", "tcp,self")) for s in (0, 1)
+    ]
     with tempfile.TemporaryDirectory() as folder:
         program = build_bare(Path(folder))
         for name, transports, spin in cells:

@@ -6,6 +6,7 @@ Times are medians of the device's own trace, with the cache flushed before every
 
 import argparse
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -14,11 +15,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from timing import copy_bandwidth, kernel_times, random_weight, relative_error, write_results
 
-from ds41jax.formats import Format, QuantizedArray, encode, values
+from ds41jax.formats import Format, QuantizedArray, decode, encode, values
 from ds41jax.kernels.compute import REFERENCE, Compute, Kernels, Phase
-from ds41jax.kernels.experts import expert_floor, routed_experts
+from ds41jax.kernels.experts import expert_floor, expert_mlp, routed_experts
+from ds41jax.kernels.flash_decode import RingAndStep
 from ds41jax.kernels.index_select import (
     PagedKeys,
     best_rows,
@@ -27,10 +30,22 @@ from ds41jax.kernels.index_select import (
     paged_index_scores,
     top_rows,
 )
-from ds41jax.kernels.linear import grouped_linear, linear_floor, operand, project, quantized_linear
-from ds41jax.kernels.mixes import split_mixes
-from ds41jax.kernels.routing import choose_experts
-from ds41jax.kernels.sparse_attention import RingAndStep, attention_floor, sparse_attention
+from ds41jax.kernels.latents import latents
+from ds41jax.kernels.linear import (
+    grouped_linear,
+    linear_floor,
+    operand,
+    project,
+    quantized_linear,
+    quantized_parts,
+)
+from ds41jax.kernels.mixes import finish_mixes
+from ds41jax.kernels.quantize import values_of
+from ds41jax.kernels.rotation import Turn
+from ds41jax.kernels.routing import choose_of_parts
+from ds41jax.kernels.sparse_attention import attention_floor, rotated_attention
+from ds41jax.kernels.store import store_rows
+from ds41jax.kernels.streams import enter, leave_and_enter
 
 DECODE = Compute(kernels=Kernels.PALLAS)
 PREFILL = Compute(kernels=Kernels.PALLAS, phase=Phase.PREFILL)
@@ -70,6 +85,11 @@ class Case:
 
 def normal(seed: int, *shape: int) -> jax.Array:
     return jax.random.normal(jax.random.key(seed), shape, jnp.bfloat16)
+
+
+def angles(rows: int) -> Turn:
+    turns = jnp.arange(rows)[:, None] * jnp.linspace(1, 1e-4, 32)
+    return Turn(jnp.cos(turns), jnp.sin(turns))
 
 
 def expert_cases() -> Iterator[Case]:
@@ -156,7 +176,8 @@ def attention_cases() -> Iterator[Case]:
         def run(q: Any, window: Any, chosen: Any, stack: Any, step: Any, pages: Any) -> Any:
             rows = RingAndStep(stack.at_layer(1), jnp.arange(slots, dtype=jnp.int32), step)
             sources = ((rows, window), (pages, chosen))
-            return [sparse_attention(q, sources, sink, WIDTH**-0.5, compute)]
+            turn = jax.tree.map(lambda a: a[: q.shape[0]], angles(most))
+            return [rotated_attention(q, turn, sources, sink, WIDTH**-0.5, 8, compute)]
 
         return run
 
@@ -164,7 +185,8 @@ def attention_cases() -> Iterator[Case]:
         flat = stack.map(lambda a: a[1].reshape(slots * ring, -1))
         rows = jax.tree.map(lambda a, b: jnp.concatenate([a, b]), flat, step)
         sources = ((rows, window[:16]), (pages, chosen[:16]))
-        return sparse_attention(q[:16], sources, sink, WIDTH**-0.5, REFERENCE)
+        turn = jax.tree.map(lambda a: a[:16], angles(most))
+        return rotated_attention(q[:16], turn, sources, sink, WIDTH**-0.5, 8, REFERENCE)
 
     for count, compute in [*((n, DECODE) for n in DECODE_ROWS), (most, PREFILL)]:
         args = (q[:count], *(i[:count] for i in index), stack, step, pages)
@@ -202,25 +224,115 @@ def index_cases() -> Iterator[Case]:
 
 def small_cases() -> Iterator[Case]:
     for rows in DECODE_ROWS:
-        mixes, base = normal(1, 96, 24).astype(jnp.float32)[:rows], jnp.zeros(24)
+        parts = normal(1, 64, 96, 24).astype(jnp.float32)[:, :rows] / 8
+        square, base = jnp.ones(rows), jnp.zeros(24)
 
-        def split(m: Any, b: Any, compute: Compute = DECODE) -> list[jax.Array]:
-            return list(split_mixes(m, b, jnp.ones(3), 4, 20, 1e-6, compute))[2:]
+        def mixes(p: Any, s: Any, b: Any, compute: Compute = DECODE) -> list[jax.Array]:
+            return list(finish_mixes(p, s, b, jnp.ones(3), 4, 20, 1e-6, 1e-20, compute))[2:]
 
-        def split_expected(m: Any, b: Any) -> jax.Array:
-            return split_mixes(m, b, jnp.ones(3), 4, 20, 1e-6, REFERENCE)[2]
+        def mixes_expected(p: Any, s: Any, b: Any) -> jax.Array:
+            return mixes(p, s, b, REFERENCE)[0]
 
-        yield Case("mixes", rows, split, (mixes, base), (rows * 192, 0), 1, split_expected)
-        products = normal(2, 96, EXPERTS).astype(jnp.float32)[:rows]
+        args = parts, square, base
+        yield Case("mixes", rows, mixes, args, (rows * 6240, 0), 1, mixes_expected)
+        parts = normal(2, 10, 96, EXPERTS).astype(jnp.float32)[:, :rows]
+        image = jnp.arange(rows) % 3 == 1
 
-        def route(p: Any) -> list[jax.Array]:
-            return [choose_experts(p, p * 0, CHOICES, True, 1.5, DECODE)[1]]
+        def route(p: Any, i: Any, compute: Compute = DECODE) -> list[jax.Array]:
+            biases = jnp.zeros(EXPERTS), jnp.ones(EXPERTS)
+            return [choose_of_parts(p, biases, i, CHOICES, True, 1.5, compute)[1]]
 
-        def route_expected(p: Any) -> jax.Array:
-            return choose_experts(p, p * 0, CHOICES, True, 1.5, REFERENCE)[1]
+        def route_expected(p: Any, i: Any) -> jax.Array:
+            return route(p, i, REFERENCE)[0]
 
-        floor = (rows * EXPERTS * 8, 0)
-        yield Case("route", rows, route, (products,), floor, 1, route_expected)
+        floor = (rows * EXPERTS * 40, 0)
+        yield Case("route", rows, route, (parts, image), floor, 1, route_expected)
+
+
+def between_cases() -> Iterator[Case]:
+    """What stands between two products, each as one kernel."""
+    most = DECODE_ROWS[-1]
+    stream, norm = normal(1, most, 4, D), normal(2, D)
+    pre, post = (jax.nn.sigmoid(normal(i, most, 4).astype(jnp.float32)) for i in (3, 4))
+    comb = jax.nn.softmax(normal(5, most, 4, 4).astype(jnp.float32))
+    parts = normal(6, 4, most, D).astype(jnp.float32)
+    low = [normal(i, 10, most, n).astype(jnp.float32) for i, n in ((7, 1280), (8, WIDTH))]
+    norms = normal(9, 1280), normal(10, WIDTH)
+    ring = encode(normal(11, 2, 16, 256, WIDTH), Format.FP8_GROUP)
+    stored = encode(normal(12, most, WIDTH), Format.FP8_GROUP)
+
+    def entered(stream: Any, pre: Any, norm: Any, compute: Compute = DECODE) -> list[jax.Array]:
+        return [values_of(enter(stream, pre, norm, 1e-20, (2,), compute)[0])]
+
+    def left(parts: Any, stream: Any, mixes: Any, norm: Any, compute: Compute = DECODE) -> Any:
+        made = leave_and_enter(parts, stream, *mixes, norm, 1e-20, (2, 4), compute)
+        return [values_of(made[1]), made[0]]
+
+    def made(low: Any, norms: Any, turn: Any, compute: Compute = DECODE) -> list[jax.Array]:
+        latent, row = latents(low, norms, turn, 1e-20, compute)
+        return [jnp.concatenate([values_of(latent).astype(jnp.float32), decode(row)], axis=1)]
+
+    def written(ring: Any, rows: Any, compute: Compute = DECODE) -> list[jax.Array]:
+        at = jnp.arange(rows.codes.shape[0])
+        after = store_rows(ring, 1, at % 16, at // 16, rows, compute)
+        return [decode(after.map(lambda a: a[1, at % 16, at // 16]))]
+
+    def first(rows: int, tree: Any, axis: int = 0) -> Any:
+        return jax.tree.map(lambda a: lax.slice_in_dim(a, 0, rows, axis=axis), tree)
+
+    for rows in DECODE_ROWS:
+        mixes = first(rows, (post, comb, pre))
+        for name, run, args, size in (
+            ("enter", entered, (first(rows, stream), mixes[2], norm), 12 * D),
+            (
+                "leave and enter",
+                left,
+                (first(rows, parts, 1), first(rows, stream), mixes, norm),
+                38 * D,
+            ),
+            ("latents", made, (first(rows, low, 1), norms, first(rows, angles(most))), 80 << 10),
+            ("store rows", written, (ring, first(rows, stored)), 1056),
+        ):
+            expected = lambda *args, f=run: f(*args, REFERENCE)[0]  # noqa: E731
+            yield Case(name, rows, run, args, (rows * size, 0), 1, expected)
+
+
+def shared_cases() -> Iterator[Case]:
+    """Products that share a launch: the low-rank ones, and the shared expert."""
+    stacks = [
+        random_weight(i, (16, *s), Format.FP8_BLOCK)
+        for i, s in enumerate(((1280, D), (WIDTH, D), (F, D), (D, F)))
+    ]
+    x, layers = normal(1, PREFILL_ROWS, D), range(4)
+
+    def low(x: Any, a: Any, b: Any, compute: Compute = DECODE) -> list[jax.Array]:
+        both = [quantized_parts(x, (a.at_layer(i), b.at_layer(i)), compute) for i in layers]
+        return [jnp.concatenate([sum_of(p, compute) for p in pair], axis=1) for pair in both]
+
+    def low_expected(x: Any, a: Any, b: Any) -> jax.Array:
+        whole = [operand(w.at_layer(0), REFERENCE) for w in (a, b)]
+        return jnp.concatenate([quantized_linear(x[:16], w, REFERENCE) for w in whole], axis=1)
+
+    def sum_of(parts: jax.Array, compute: Compute) -> jax.Array:
+        return compute.round(functools.reduce(jnp.add, parts))
+
+    def mlp(x: Any, a: Any, b: Any, compute: Compute = DECODE) -> list[jax.Array]:
+        of = [[operand(w.at_layer(i), compute) for w in (a, b, a)] for i in layers]
+        return [expert_mlp(x, tuple(w), None, 10.0, compute) for w in of]
+
+    for count, compute in [*((m, DECODE) for m in DECODE_ROWS), (PREFILL_ROWS, PREFILL)]:
+        prefill = ", prefill" if compute is PREFILL else ""
+        floor = linear_floor(count, 1280 + WIDTH, D)
+        run = functools.partial(low, compute=compute)
+        yield Case(
+            f"wq_a and wkv{prefill}", count, run, (x[:count], *stacks[:2]), floor, 4, low_expected
+        )
+        floor = linear_floor(count, 3 * F, D)
+        run = functools.partial(mlp, compute=compute)
+        expected = lambda x, a, b: mlp(x[:16], a, b, REFERENCE)[0]  # noqa: E731
+        yield Case(
+            f"shared expert{prefill}", count, run, (x[:count], *stacks[2:]), floor, 4, expected
+        )
 
 
 GROUPS = {
@@ -229,6 +341,8 @@ GROUPS = {
     "attention": attention_cases,
     "index": index_cases,
     "small": small_cases,
+    "between": between_cases,
+    "shared": shared_cases,
 }
 
 

@@ -8,7 +8,8 @@ from lowering import DEVICES, lower_for_gpu
 
 from ds41jax.formats import Format, QuantizedArray, encode
 from ds41jax.kernels.compute import REFERENCE, Compute, Kernels, Phase
-from ds41jax.kernels.experts import block_plan, routed_experts, sorted_plan
+from ds41jax.kernels.expert_plan import block_plan, sorted_plan
+from ds41jax.kernels.experts import routed_experts
 
 INTERPRET = Compute(kernels=Kernels.INTERPRET)
 PREFILL = Compute(kernels=Kernels.INTERPRET, phase=Phase.PREFILL)
@@ -53,7 +54,7 @@ def test_a_row_does_not_see_its_neighbours() -> None:
 
 def test_plan_puts_every_pair_in_one_block_of_its_expert() -> None:
     ids = jnp.asarray(np.random.default_rng(3).integers(0, 3, 70), jnp.int32).at[5].set(-1)
-    for plan in (block_plan(ids, INTERPRET), sorted_plan(ids, 3)):
+    for plan in (block_plan(ids, INTERPRET), sorted_plan(ids, 3, 64)):
         seen = []
         for expert, pairs in zip(*(np.asarray(a) for a in plan), strict=True):
             mine = pairs[pairs < 70]

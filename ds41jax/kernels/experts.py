@@ -24,13 +24,12 @@ from jax.experimental.pallas import triton
 
 from ds41jax.formats import Format, QuantizedArray, values
 from ds41jax.kernels import gpu
+from ds41jax.kernels.choices import current as current_sizes
 from ds41jax.kernels.compute import Compute, Phase
-from ds41jax.kernels.linear import quantized_linear
-from ds41jax.kernels.quantize import quantized_planes, rounded_groups
+from ds41jax.kernels.expert_plan import BLOCK_ROWS, block_plan, sorted_plan
+from ds41jax.kernels.linear import matmul, quantized_linear, quantized_parts
+from ds41jax.kernels.quantize import Input, quantized_planes, rounded_groups, store_planes
 from ds41jax.kernels.rows import map_rows
-
-BLOCK_ROWS = 16  # pairs of one expert that share its weights; the matrix unit's narrowest
-PREFILL_ROWS = 64
 
 
 @dataclass(frozen=True)
@@ -42,6 +41,7 @@ class Tiles:
     splits: int
     warps: int
     stages: int
+    rows: int = BLOCK_ROWS
 
     def fitted(self, n: int, k: int) -> "Tiles":
         """The same, no larger than a matrix [n, k] divides into."""
@@ -52,9 +52,6 @@ class Tiles:
         )
 
 
-UP = Tiles(outputs=32, lanes=64, splits=1, warps=2, stages=4)
-DOWN = Tiles(outputs=64, lanes=64, splits=1, warps=4, stages=3)
-PREFILL = Tiles(outputs=64, lanes=32, splits=1, warps=4, stages=3)
 ACTIVATION_COLUMNS = 256
 
 
@@ -65,8 +62,8 @@ def swiglu(gate: jax.Array, up: jax.Array, limit: float) -> jax.Array:
 
 
 def expert_mlp(
-    x: jax.Array,
-    matrices: tuple[jax.Array, jax.Array, jax.Array],
+    x: Input,
+    matrices: tuple[Any, Any, Any],
     weight: jax.Array | None,
     limit: float,
     compute: Compute,
@@ -78,6 +75,10 @@ def expert_mlp(
     output is a part of a sum, and not `rounded`.
     """
     w1, w2, w3 = matrices
+    if compute.on_gpu:
+        parts = quantized_parts(x, (w1, w3), compute)
+        hidden = _activate(parts, weight, limit, 2, compute)
+        return matmul(hidden[:, None], w2, compute, rounded)
     gate = quantized_linear(x, w1, compute)
     up = quantized_linear(x, w3, compute)
     hidden = swiglu(gate, up, limit)
@@ -87,7 +88,7 @@ def expert_mlp(
 
 
 def routed_experts(
-    x: jax.Array,
+    x: Input,
     expert_ids: jax.Array,
     weights: jax.Array,
     matrices: tuple[QuantizedArray, QuantizedArray, QuantizedArray],
@@ -182,7 +183,7 @@ def expert_floor(rows: int, experts: int, d: int, f: int) -> tuple[int, int]:
 
 
 def _routed_on_gpu(
-    x: jax.Array,
+    x: Input,
     expert_ids: jax.Array,
     weights: jax.Array,
     matrices: tuple[QuantizedArray, QuantizedArray, QuantizedArray],
@@ -193,15 +194,16 @@ def _routed_on_gpu(
 ) -> jax.Array:
     rows, choices = expert_ids.shape
     w1, w2, w3 = matrices
-    up, down = UP, DOWN
+    table = current_sizes()
     if compute.phase is Phase.PREFILL:
-        plan = sorted_plan(expert_ids.reshape(-1), w1.shape[0])
-        up = down = PREFILL
+        up = down = Tiles(**table["expert_prefill"])
+        plan = sorted_plan(expert_ids.reshape(-1), w1.shape[0], up.rows)
     else:
+        up, down = Tiles(**table["expert_up"]), Tiles(**table["expert_down"])
         plan = block_plan(expert_ids.reshape(-1), compute)
     x = quantized_planes(x, 4, compute)
     parts = _expert_matmul(x, plan, (w1, w3), choices, up, compute)
-    hidden = _activate(parts, weights.reshape(-1), limit, compute)
+    hidden = _activate(parts, weights.reshape(-1), limit, 4, compute)
     (outputs,) = _expert_matmul(hidden, plan, (w2,), 1, down, compute)
     each = gpu.add_parts(outputs)
     each = (compute.round(each) if rounded else each).reshape(rows, choices, -1)
@@ -211,61 +213,6 @@ def _routed_on_gpu(
     for k in range(1, choices):
         total = total + each[:, k].astype(jnp.float32)
     return total
-
-
-def block_plan(expert_ids: jax.Array, compute: Compute) -> tuple[jax.Array, jax.Array]:
-    """Groups pairs by expert, in the pairs' order.
-
-    Block p exists if pair p is the first, the 17th, ... of its expert: no sort, no atomics, and a
-    program that finds no block ends at once.
-
-    Args:
-      expert_ids: [P] int32.
-
-    Returns:
-      The expert of each block [P], -1 where there is none, and its pairs [P, BLOCK_ROWS], P where
-      there is none.
-    """
-    pairs = expert_ids.shape[0]
-    width = max(16, pl.next_power_of_2(pairs))
-    shapes = (
-        jax.ShapeDtypeStruct((pairs,), jnp.int32),
-        jax.ShapeDtypeStruct((pairs, BLOCK_ROWS), jnp.int32),
-    )
-    kernel = functools.partial(_plan_kernel, pairs=pairs, width=width)
-    return tuple(gpu.call(kernel, compute, (pairs,), shapes, name="expert_plan")(expert_ids))
-
-
-def sorted_plan(expert_ids: jax.Array, experts: int) -> tuple[jax.Array, jax.Array]:
-    """`block_plan` for many pairs, by sorting: blocks of PREFILL_ROWS, as many as there can be."""
-    pairs = expert_ids.shape[0]
-    blocks = min(pairs, experts) + pairs // PREFILL_ROWS
-    order = jnp.argsort(jnp.where(expert_ids < 0, experts, expert_ids), stable=True)
-    ids = expert_ids[order]
-    counts = jnp.zeros(experts, jnp.int32).at[ids].add(1, mode="drop", wrap_negative_indices=False)
-    first = jnp.cumsum(counts) - counts
-    blocks_of = -(-counts // PREFILL_ROWS)
-    start = jnp.cumsum(blocks_of) - blocks_of
-    rank = jnp.arange(pairs) - first[ids]
-    block = jnp.where(ids < 0, blocks, start[ids] + rank // PREFILL_ROWS)
-    rows = jnp.full((blocks, PREFILL_ROWS), pairs, jnp.int32)
-    rows = rows.at[block, rank % PREFILL_ROWS].set(order.astype(jnp.int32), mode="drop")
-    return jnp.full(blocks, -1, jnp.int32).at[block].set(ids, mode="drop"), rows
-
-
-def _plan_kernel(ids_ref: Any, expert_ref: Any, rows_ref: Any, *, pairs: int, width: int) -> None:
-    pair = pl.program_id(0)
-    lane = jnp.arange(width)
-    ids = triton.load(ids_ref.at[lane], mask=lane < pairs, other=-1)
-    expert = ids_ref[pair]
-    same = ids == expert
-    rank = jnp.sum((same & (lane < pair)).astype(jnp.int32))
-    leads = (rank % BLOCK_ROWS == 0) & (expert >= 0)
-    expert_ref[pair] = jnp.where(leads, expert, -1)
-    order = jnp.cumsum(same.astype(jnp.int32)) - 1 - rank
-    place = jnp.arange(BLOCK_ROWS)[:, None] == order[None, :]
-    mine = place & same[None, :]
-    rows_ref[pair, :] = jnp.min(jnp.where(mine, lane[None, :], pairs), axis=1)
 
 
 def _expert_matmul(
@@ -357,37 +304,45 @@ def _matmul_kernel(
 
 
 def _activate(
-    parts: tuple[jax.Array, ...], routing: jax.Array, limit: float, compute: Compute
+    parts: tuple[jax.Array, ...],
+    weights: jax.Array | None,
+    limit: float,
+    planes: int,
+    compute: Compute,
 ) -> jax.Array:
-    """Parts of gate and up [splits, P, F] to the weighted, FP8-rounded hidden planes."""
+    """Parts of gate and up [splits, P, F] to the FP8-rounded hidden planes [P, planes, F / planes].
+
+    `weights` [P], if given, scale the hidden layer before it is quantised.
+    """
     splits, pairs, f = parts[0].shape
     width = min(ACTIVATION_COLUMNS, f & -f)
     kernel = functools.partial(
         _activate_kernel, splits=splits, width=width, limit=limit, compute=compute
     )
-    out = jax.ShapeDtypeStruct((pairs, 4, f // 4), jnp.bfloat16)
+    out = jax.ShapeDtypeStruct((pairs, planes, f // planes), jnp.bfloat16)
     grid = (f // width, pairs)
-    return gpu.call(kernel, compute, grid, out, warps=2, name="expert_act")(*parts, routing)
+    scaled = () if weights is None else (weights,)
+    return gpu.call(kernel, compute, grid, out, warps=2, name="expert_act")(*parts, *scaled)
 
 
 def _activate_kernel(
     gate_ref: Any,
     up_ref: Any,
-    routing_ref: Any,
-    out_ref: Any,
-    *,
+    *refs: Any,  # the pairs' weights, if any; the output
     splits: int,
     width: int,
     limit: float,
     compute: Compute,
 ) -> None:
+    *weights, out_ref = refs
     first, pair = pl.program_id(0) * width, pl.program_id(1)
 
     def total(ref: Any) -> jax.Array:
         parts = [ref[split, pair, pl.ds(first, width)] for split in range(splits)]
-        return gpu.rounded(sum(parts[1:], parts[0]), compute)
+        return gpu.rounded(gpu.add_parts(parts), compute)
 
-    hidden = swiglu(total(gate_ref), total(up_ref), limit) * routing_ref[pair]
-    exact = rounded_groups(gpu.rounded(hidden, compute)).astype(jnp.bfloat16)
-    column = first + jnp.arange(width)
-    triton.store(out_ref.at[pair, column % 4, column // 4], exact)
+    hidden = swiglu(total(gate_ref), total(up_ref), limit)
+    for ref in weights:
+        hidden = hidden * ref[pair]
+    exact = rounded_groups(gpu.rounded(hidden, compute))
+    store_planes(out_ref, pair, first + jnp.arange(width), exact)

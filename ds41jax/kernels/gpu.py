@@ -9,11 +9,12 @@ decode step. Code j of every lane makes plane j, so activations are stored in pl
 16 bits also keep Pallas' offsets right: it counts elements in 32 bits up to 2^32 bytes.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from flax import struct
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
@@ -67,6 +68,21 @@ def lanes(codes: jax.Array, dtype: Any = jnp.uint16) -> jax.Array:
     """Bytes of codes [..., n] as lanes of two (or four, uint32), [..., n / 2], in place."""
     size = jnp.dtype(dtype).itemsize
     return lax.bitcast_convert_type(codes.reshape(*codes.shape[:-1], -1, size), dtype)
+
+
+@struct.dataclass
+class StackEntry:
+    """Entry `layer` of a stack of unquantised weights [L, ...], for kernels to read in place."""
+
+    stack: jax.Array
+    layer: jax.Array | int
+
+
+def entry(w: Any) -> tuple[jax.Array, jax.Array]:
+    """An unquantised weight or `StackEntry` as (layer [1] int32, stack [L, ...]), in place."""
+    if isinstance(w, StackEntry):
+        return jnp.asarray(w.layer, jnp.int32).reshape(1), w.stack
+    return jnp.zeros(1, jnp.int32), w[None]
 
 
 def stack(w: QuantizedArray) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -132,7 +148,7 @@ def _assemble(body: str, codes: jax.Array, factors: jax.Array) -> jax.Array:
     return out
 
 
-def add_parts(parts: jax.Array) -> jax.Array:
+def add_parts(parts: Sequence[jax.Array] | jax.Array) -> jax.Array:
     """[splits, ...] float32 parts of sums, added in order."""
     total = parts[0]
     for part in parts[1:]:

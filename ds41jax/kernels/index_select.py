@@ -15,12 +15,10 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
 from ds41jax.formats import QuantizedArray
-from ds41jax.kernels import gpu
+from ds41jax.kernels import choices, gpu
 from ds41jax.kernels.compute import Compute
 from ds41jax.kernels.linear import dot
 
-KEY_TILE = 64  # keys that one program scores
-CHUNK = 8192  # scores that one program selects from
 BELOW = -(1 << 16)  # under every key of a score
 
 
@@ -114,11 +112,13 @@ def paged_index_scores(
     padded = max(16, pl.next_power_of_2(heads))
     q = jnp.pad(q.astype(jnp.bfloat16), ((0, 0), (0, padded - heads), (0, 0)))
     weights = jnp.pad(head_weights.astype(jnp.float32), ((0, 0), (0, padded - heads)))
-    tile = min(KEY_TILE, rows)
+    sizes = choices.current()["index_scores"]
+    tile = min(sizes["keys"], rows)
     kernel = functools.partial(_score_kernel, rows=rows, tile=tile, compute=compute)
     out = jax.ShapeDtypeStruct((t, pages * rows), jnp.float32)
     grid = (pages * rows // tile, t)
-    run = gpu.call(kernel, compute, grid, out, warps=4, stages=1, name="index_scores")
+    warps, stages = sizes["warps"], sizes["stages"]
+    run = gpu.call(kernel, compute, grid, out, warps, stages, name="index_scores")
     codes, scales = gpu.lanes(keys.pages.codes), keys.pages.scales
     return run(gpu.planes(q, 4), weights, sequences, visible, keys.table, codes, scales)
 
@@ -172,7 +172,7 @@ def best_rows(scores: jax.Array, k: int, compute: Compute) -> jax.Array:
     while True:
         width = scores.shape[1] if index is None else index.shape[1]
         index = _best_of_chunks(scores, index, k, compute)
-        if width <= CHUNK:
+        if width <= choices.current()["index_select"]["scores"]:
             return index
 
 
@@ -182,14 +182,15 @@ def _best_of_chunks(
     """The best k of each chunk of the scores (at `index` [T, C], if given): [T, chunks * k]."""
     t, n = scores.shape
     among = n if index is None else index.shape[1]
-    width = min(CHUNK, pl.next_power_of_2(max(among, k)))
+    sizes = choices.current()["index_select"]
+    width = min(sizes["scores"], pl.next_power_of_2(max(among, k)))
     chunks = -(-among // width)
     kernel = functools.partial(_best_kernel, k=k, width=width, among=among)
     out = jax.ShapeDtypeStruct((t, chunks * k), jnp.int32)
     inputs = (scores,) if index is None else (scores, index)
-    return gpu.call(kernel, compute, (chunks, t), out, warps=16, stages=1, name="best_rows")(
-        *inputs
-    )
+    warps = sizes["warps"]
+    run = gpu.call(kernel, compute, (chunks, t), out, warps=warps, stages=1, name="best_rows")
+    return run(*inputs)
 
 
 def _best_kernel(scores_ref: Any, *refs: Any, k: int, width: int, among: int) -> None:

@@ -4,10 +4,10 @@ Weights are [out, in]; products accumulate in float32. The official FP8 product 
 sums of 32-wide blocks in K order; codes times power-of-two scales are exact in float32, so only the
 order of the same sum differs here.
 
-The kernel: TILE outputs a program, weights as the first operand of the matrix unit, rows as its
-columns, which never mix. The width of a row tile may therefore follow the number of rows without
-changing a bit of any of them; the split of the sum over the inputs must not, and follows the
-matrix's shape alone.
+The kernel: a tile of outputs a program, weights as the first operand of the matrix unit, rows as
+its columns, which never mix. The width of a row tile may therefore follow the number of rows
+without changing a bit of any of them; the split of the sum over the inputs must not, and follows
+the matrix's shape alone.
 
 Letters: T rows, N outputs, K inputs, G groups of a block-diagonal matrix.
 """
@@ -18,34 +18,22 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from flax import struct
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
 from ds41jax.formats import Format, QuantizedArray
 from ds41jax.formats.numerics import values
-from ds41jax.kernels import gpu
+from ds41jax.kernels import choices, gpu
 from ds41jax.kernels.compute import Compute, Phase
-from ds41jax.kernels.quantize import quantized_planes
+from ds41jax.kernels.quantize import Input, quantized_planes, values_of
 
-TILE, WIDE_TILE = 64, 128  # outputs a program; the wide one is for wide row tiles
-STEP = 128  # inputs a step
+TILE = 64  # outputs of an unquantised product's program
 ROW_TILES = (16, 32, 64)
-PREFILL_ROWS = 128
 MOST_SPLITS, MOST_SPLITS_OF_ONE_TILE = 16, 64
-PROGRAMS = 264  # two for each multiprocessor of the largest card: a sum is split until there are
 
 
-@struct.dataclass
-class StackEntry:
-    """Entry `layer` of a stack of unquantised matrices [L, N, K], for kernels to read in place."""
-
-    stack: jax.Array
-    layer: jax.Array | int
-
-
-Weight = Any  # QuantizedArray, jax.Array, or values of a quantised one on the jnp path
+Weight = Any  # QuantizedArray, jax.Array, StackEntry, or values of a quantised one on the jnp path
 
 
 def operand(weight: Weight, compute: Compute) -> Weight:
@@ -64,11 +52,17 @@ def dot(x: jax.Array, w: jax.Array) -> jax.Array:
     )
 
 
-def project(x: jax.Array, w: jax.Array, compute: Compute) -> jax.Array:
+def project(x: Input, w: jax.Array, compute: Compute) -> jax.Array:
     """`dot` of rows x [T, in] with an unquantised weight. On a GPU `x` must fit bfloat16."""
     if compute.differentiable:
         return _dot_of_batch(x, w)
-    return matmul(x[:, None, None], w, compute) if compute.on_gpu else dot(x, w)
+    return gpu.add_parts(project_parts(x, w, compute)) if compute.on_gpu else dot(x, w)
+
+
+def project_parts(x: Input, w: jax.Array, compute: Compute) -> jax.Array:
+    """`project` by the kernel, for another kernel to add up: parts [P, T, out] of the sums."""
+    (parts,) = products(values_of(x)[:, None, None], (w,), compute)
+    return parts
 
 
 def _dot_of_batch(x: jax.Array, w: jax.Array) -> jax.Array:
@@ -79,14 +73,14 @@ def _dot_of_batch(x: jax.Array, w: jax.Array) -> jax.Array:
     return lax.dot_general(x.astype(w.dtype), w, dims, preferred_element_type=jnp.float32)
 
 
-def linear(x: jax.Array, w: jax.Array, compute: Compute) -> jax.Array:
+def linear(x: Input, w: jax.Array, compute: Compute) -> jax.Array:
     """A product with an unquantised weight, rounded once. x [T, in], w [out, in]."""
     if compute.on_gpu:
-        return matmul(x[:, None, None], w, compute, rounded=True)
+        return matmul(values_of(x)[:, None, None], w, compute, rounded=True)
     return compute.round(project(x, w, compute))
 
 
-def quantized_linear(x: jax.Array, w: Weight, compute: Compute, rounded: bool = True) -> jax.Array:
+def quantized_linear(x: Input, w: Weight, compute: Compute, rounded: bool = True) -> jax.Array:
     """A product with a quantised weight (`operand`); the input [T, in] is quantised to FP8.
 
     In float32 unless `rounded`: a part of a sum is rounded when the sum is whole.
@@ -95,6 +89,16 @@ def quantized_linear(x: jax.Array, w: Weight, compute: Compute, rounded: bool = 
         return matmul(quantized_planes(x, 2, compute)[:, None], w, compute, rounded=rounded)
     product = project(compute.fake_quantize(x, Format.FP8_GROUP), w, compute)
     return compute.round(product) if rounded else product
+
+
+def quantized_parts(
+    x: Input, weights: tuple[Weight, ...], compute: Compute
+) -> tuple[jax.Array, ...]:
+    """`quantized_linear` with several weights by one kernel, for another kernel to add up.
+
+    x may itself be such parts. Returns parts [P, T, out] of the sums; rounding them is still due.
+    """
+    return products(quantized_planes(x, 2, compute)[:, None], weights, compute)
 
 
 def grouped_linear(x: jax.Array, w: Weight, compute: Compute) -> jax.Array:
@@ -110,6 +114,12 @@ def grouped_linear(x: jax.Array, w: Weight, compute: Compute) -> jax.Array:
         preferred_element_type=jnp.float32,
     )
     return compute.round(product).reshape(rows, -1)
+
+
+def grouped_parts(x: jax.Array, w: Weight, compute: Compute) -> jax.Array:
+    """`grouped_linear` by the kernel, of planes [T, G, 2, in / 2]: parts [P, T, G * out]."""
+    (parts,) = products(x, (w,), compute, rounded=True)
+    return parts
 
 
 def linear_floor(
@@ -130,16 +140,20 @@ class _Plan:
     quantized: bool
     wide: bool  # float32 weights
     prefill: bool
+    dense: Any  # Sizes: of decoding
+    sizes: Any  # Sizes: of this product
 
     @property
     def tile(self) -> int:
         part = self.n // self.groups
-        tile = WIDE_TILE if self.quantized and self.row_tile >= 64 else TILE
-        return min(tile, part & -part) if self.groups > 1 or self.quantized else tile
+        if not self.quantized:
+            return min(TILE, part & -part) if self.groups > 1 else TILE
+        return min(self.sizes["outputs"], part & -part)
 
     @property
     def step(self) -> int:
-        return min(STEP // 2 if self.wide else STEP, self.k & -self.k)
+        sizes = self.sizes if self.quantized and self.prefill else self.dense
+        return min(sizes["inputs"] // 2 if self.wide else sizes["inputs"], self.k & -self.k)
 
     @property
     def splits(self) -> int:
@@ -149,23 +163,32 @@ class _Plan:
         steps, tiles = self.k // self.step, -(-self.n // TILE)
         most = MOST_SPLITS_OF_ONE_TILE if tiles == 1 else MOST_SPLITS
         fitting = [s for s in range(1, most + 1) if steps % s == 0]
-        enough = [s for s in fitting if s * tiles >= PROGRAMS]
+        enough = [s for s in fitting if s * tiles >= self.dense["programs"]]
         return enough[0] if enough else fitting[-1]
 
     @property
     def row_tile(self) -> int:
         if self.prefill:
-            return PREFILL_ROWS if self.quantized else ROW_TILES[-1]
-        return next((t for t in ROW_TILES if self.rows <= t), ROW_TILES[-1])
+            return self.sizes["rows"] if self.quantized else ROW_TILES[-1]
+        return row_tile(self.rows)
+
+    @property
+    def tiles(self) -> int:
+        return -(-self.n // self.tile)
+
+    @property
+    def launch(self) -> tuple[Any, ...]:
+        """What products that share a launch have in common."""
+        return self.quantized, self.wide, self.tile, self.splits, self.warps_and_stages
 
     @property
     def warps_and_stages(self) -> tuple[int, int]:
-        """Within 99 KiB of shared memory, the most that sm_120 gives a program."""
-        if self.row_tile == PREFILL_ROWS:
-            return 8, 2
-        if self.tile == WIDE_TILE:
-            return 8, 3
-        return 4, 4 if self.quantized else 3
+        return (self.sizes["warps"], self.sizes["stages"]) if self.quantized else (4, 3)
+
+
+def row_tile(rows: int) -> int:
+    """Rows a program of decoding."""
+    return next((t for t in ROW_TILES if rows <= t), ROW_TILES[-1])
 
 
 def matmul(x: jax.Array, w: Weight, compute: Compute, rounded: bool = False) -> jax.Array:
@@ -174,43 +197,83 @@ def matmul(x: jax.Array, w: Weight, compute: Compute, rounded: bool = False) -> 
     Group g of x multiplies the g-th part of the outputs. A quantised weight takes two planes. The
     result is float32, or `rounded` once to bfloat16.
     """
+    (parts,) = products(x, (w,), compute, rounded)
+    total = gpu.add_parts(parts)
+    return compute.round(total) if rounded else total
+
+
+def products(
+    x: jax.Array, weights: tuple[Weight, ...], compute: Compute, rounded: bool = False
+) -> tuple[jax.Array, ...]:
+    """`matmul` with every weight, as parts [P, T, N] of its sums: bfloat16 if `rounded` and P = 1.
+
+    Weights of one size of tiles and parts share a launch; no weight's result depends on it.
+    """
+    plans = tuple(_plan(x, w, compute) for w in weights)
+    if len({plan.launch for plan in plans}) > 1:
+        return tuple(part for w in weights for part in products(x, (w,), compute, rounded))
+    kernel = functools.partial(_matmul_kernel, plans=plans, compute=compute)
+    first = plans[0]
+    grid = (-(-first.rows // first.row_tile), sum(plan.tiles for plan in plans), first.splits)
+    dtype = jnp.bfloat16 if rounded and first.splits == 1 else jnp.float32
+    out = [jax.ShapeDtypeStruct((plan.splits, plan.rows, plan.n), dtype) for plan in plans]
+    warps, stages = first.warps_and_stages
+    run = gpu.call(kernel, compute, grid, out, warps=warps, stages=stages, name="matmul")
+    return tuple(run(x.astype(jnp.bfloat16), *(a for w in weights for a in _in_place(w))))
+
+
+def _plan(x: jax.Array, w: Weight, compute: Compute) -> _Plan:
     rows, groups, count, width = x.shape
-    quantized = isinstance(w, QuantizedArray)
-    weights = _in_place(w)
-    plan = _Plan(
-        n=weights[1].shape[-2],
+    matrix, prefill = _in_place(w)[1], compute.phase is Phase.PREFILL
+    table = choices.current()
+    kind = "dense_wide" if row_tile(rows) >= 64 else "dense"
+    return _Plan(
+        n=matrix.shape[-2],
         k=count * width,
         groups=groups,
         rows=rows,
-        quantized=quantized,
-        wide=weights[1].dtype == jnp.float32,
-        prefill=compute.phase is Phase.PREFILL,
+        quantized=isinstance(w, QuantizedArray),
+        wide=matrix.dtype == jnp.float32,
+        prefill=prefill,
+        dense=table["dense"],
+        sizes=table["dense_prefill" if prefill else kind],
     )
-    kernel = functools.partial(_matmul_kernel, plan=plan, compute=compute)
-    grid = (-(-rows // plan.row_tile), -(-plan.n // plan.tile), plan.splits)
-    dtype = jnp.bfloat16 if rounded and plan.splits == 1 else jnp.float32
-    out = jax.ShapeDtypeStruct((plan.splits, rows, plan.n), dtype)
-    warps, stages = plan.warps_and_stages
-    run = gpu.call(kernel, compute, grid, out, warps=warps, stages=stages, name="matmul")
-    total = gpu.add_parts(run(x.astype(jnp.bfloat16), *weights))
-    return compute.round(total) if rounded else total
 
 
 def _in_place(w: Weight) -> tuple[jax.Array, ...]:
     """(layer [1], stack of codes or values, and scales if quantised), nothing moved."""
-    if isinstance(w, QuantizedArray):
-        return gpu.stack(w)
-    if isinstance(w, StackEntry):
-        return jnp.asarray(w.layer, jnp.int32).reshape(1), w.stack
-    return jnp.zeros(1, jnp.int32), w[None]
+    return gpu.stack(w) if isinstance(w, QuantizedArray) else gpu.entry(w)
 
 
-def _matmul_kernel(x_ref: Any, layer_ref: Any, *refs: Any, plan: _Plan, compute: Compute) -> None:
-    *weight_refs, out_ref = refs
+def _matmul_kernel(x_ref: Any, *refs: Any, plans: tuple[_Plan, ...], compute: Compute) -> None:
+    weight_refs, out_refs = refs[: -len(plans)], refs[-len(plans) :]
+    each = len(weight_refs) // len(plans)
+    row_tile, tile, split = (pl.program_id(axis) for axis in range(3))
+    for m, (plan, out_ref) in enumerate(zip(plans, out_refs, strict=True)):
+        mine = weight_refs[m * each : (m + 1) * each]
+        at = row_tile, tile, split
+        run = functools.partial(_product_tile, x_ref, mine, out_ref, at, plan, compute)
+        if len(plans) == 1:
+            run()
+        else:
+            pl.when((tile >= 0) & (tile < plan.tiles))(run)
+        tile = tile - plan.tiles
+
+
+def _product_tile(
+    x_ref: Any,
+    refs: tuple[Any, ...],
+    out_ref: Any,
+    at: tuple[Any, Any, Any],
+    plan: _Plan,
+    compute: Compute,
+) -> None:
+    """Tile and part `at` of a weight's outputs; refs: its layer, codes and scales, or values."""
+    layer_ref, *weight_refs = refs
+    row_tile, output_tile, split = at
     tile, count = plan.row_tile, 2 if plan.quantized else 1
-    rows = pl.program_id(0) * tile + jnp.arange(tile)
-    first = pl.program_id(1) * plan.tile
-    split = pl.program_id(2)
+    rows = row_tile * tile + jnp.arange(tile)
+    first = output_tile * plan.tile
     group = first // (plan.n // plan.groups)
     live = rows < plan.rows
     safe = jnp.where(live, rows, 0)[:, None]

@@ -2,9 +2,10 @@
 
 The combination matrix is made nearly doubly stochastic by repeated normalisation (Sinkhorn). As
 separate operations its forty small steps would cost more launches than the rest of a layer, so the
-kernel keeps one tile of rows in registers throughout.
+kernel keeps a row in registers throughout. It also adds up the parts of the projection, all loaded
+at once: one after the other, their latencies would add up.
 
-Letters: T rows, S streams, M = S * (2 + S) mixes.
+Letters: T rows, S streams, M = S * (2 + S) mixes, P parts of a sum.
 """
 
 import functools
@@ -18,8 +19,6 @@ from jax.experimental.pallas import triton
 
 from ds41jax.kernels import gpu
 from ds41jax.kernels.compute import Compute
-
-ROWS = 8  # a program
 
 
 def sinkhorn(logits: jax.Array, iterations: int, eps: float) -> jax.Array:
@@ -52,8 +51,6 @@ def split_mixes(
       base: [M]; scale: [3], of pre, post and comb.
     """
     s = streams
-    if compute.on_gpu:
-        return _split_on_gpu(mixes, base, scale, s, iterations, eps, compute)
     pre = jax.nn.sigmoid(mixes[:, :s] * scale[0] + base[:s]) + eps
     post = 2 * jax.nn.sigmoid(mixes[:, s : 2 * s] * scale[1] + base[s : 2 * s])
     comb = (mixes[:, 2 * s :] * scale[2] + base[2 * s :]).reshape(-1, s, s)
@@ -82,62 +79,84 @@ def _sinkhorn_of_batch(logits: jax.Array, iterations: int, eps: float) -> jax.Ar
     return jnp.moveaxis(comb, -1, 0)
 
 
-def _split_on_gpu(
-    mixes: jax.Array,
+def finish_mixes(
+    parts: jax.Array,
+    square: jax.Array,
+    base: jax.Array,
+    scale: jax.Array,
+    streams: int,
+    iterations: int,
+    eps: float,
+    norm_eps: float,
+    compute: Compute,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """`split_mixes` of a projection's parts [P, T, M], scaled by the streams' mean square [T]."""
+    if compute.on_gpu:
+        sizes = streams, iterations, eps, norm_eps
+        return _finish_on_gpu(parts, square, base, scale, *sizes, compute)
+    mixes = gpu.add_parts(parts) * lax.rsqrt(square + norm_eps)[:, None]
+    return split_mixes(mixes, base, scale, streams, iterations, eps, compute)
+
+
+def _finish_on_gpu(
+    parts: jax.Array,
+    square: jax.Array,
     base: jax.Array,
     scale: jax.Array,
     s: int,
     iterations: int,
     eps: float,
+    norm_eps: float,
     compute: Compute,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    rows = mixes.shape[0]
-    kernel = functools.partial(_kernel, rows=rows, s=s, iterations=iterations, eps=eps)
+    rows = parts.shape[1]
+    kernel = functools.partial(_kernel, s=s, iterations=iterations, eps=eps, norm_eps=norm_eps)
     vector = jax.ShapeDtypeStruct((rows, s), jnp.float32)
     shapes = (vector, vector, jax.ShapeDtypeStruct((rows, s, s), jnp.float32))
-    run = gpu.call(kernel, compute, (-(-rows // ROWS),), shapes, warps=1, stages=1, name="mixes")
-    pre, post, comb = run(mixes, base, scale)
+    run = gpu.call(kernel, compute, (rows,), shapes, warps=1, stages=1, name="mixes")
+    pre, post, comb = run(parts, square, *gpu.entry(base), *gpu.entry(scale))
     return pre, post, comb
 
 
 def _kernel(
-    mixes_ref: Any,  # [T, M]
-    base_ref: Any,
-    scale_ref: Any,
+    parts_ref: Any,  # [P, T, M]
+    square_ref: Any,  # [T]
+    base_layer: Any,
+    base_ref: Any,  # [L, M]
+    scale_layer: Any,
+    scale_ref: Any,  # [L, 3]
     pre_ref: Any,  # [T, S]
     post_ref: Any,  # [T, S]
     comb_ref: Any,  # [T, S, S]
     *,
-    rows: int,
     s: int,
     iterations: int,
     eps: float,
+    norm_eps: float,
 ) -> None:
-    row = pl.program_id(0) * ROWS + jnp.arange(ROWS)
-    live = row < rows
-    safe, target = jnp.where(live, row, 0), jnp.where(live, row, rows)
+    row, count = pl.program_id(0), parts_ref.shape[0]
+    part = jnp.arange(pl.next_power_of_2(count))
+    factor = lax.rsqrt(square_ref[row] + norm_eps)
     column = jnp.arange(s)
 
-    def scaled(columns: jax.Array, part: int) -> jax.Array:
-        at = safe.reshape(ROWS, *[1] * (columns.ndim - 1)), columns
-        return mixes_ref[at] * scale_ref[part] + base_ref[columns]
+    def scaled(columns: jax.Array, kind: int) -> jax.Array:
+        lead = part.reshape(-1, *[1] * columns.ndim)
+        shape = (part.shape[0], *columns.shape)
+        live = jnp.broadcast_to(lead < count, shape)
+        at = jnp.where(live, lead, 0), row, jnp.broadcast_to(columns, shape)
+        total = jnp.sum(triton.load(parts_ref.at[at], mask=live, other=0.0), axis=0)
+        base = base_ref[base_layer[0], columns]
+        return total * factor * scale_ref[scale_layer[0], kind] + base
 
-    flat = column[None, :]
-    mask = jnp.broadcast_to(live[:, None], (ROWS, s))
-    pre = jax.nn.sigmoid(scaled(flat, 0)) + eps
-    post = 2 * jax.nn.sigmoid(scaled(flat + s, 1))
-    triton.store(pre_ref.at[target[:, None], flat], pre, mask=mask)
-    triton.store(post_ref.at[target[:, None], flat], post, mask=mask)
-    square = column[None, :, None] * s + column[None, None, :]
-    comb = scaled(square + 2 * s, 2)
-    comb = jnp.exp(comb - jnp.max(comb, axis=2)[:, :, None])
-    comb = comb / jnp.sum(comb, axis=2)[:, :, None] + eps
-    comb = comb / (jnp.sum(comb, axis=1)[:, None, :] + eps)
+    pre_ref[row, :] = jax.nn.sigmoid(scaled(column, 0)) + eps
+    post_ref[row, :] = 2 * jax.nn.sigmoid(scaled(column + s, 1))
+    comb = scaled(column[:, None] * s + column[None, :] + 2 * s, 2)
+    comb = jnp.exp(comb - jnp.max(comb, axis=1)[:, None])
+    comb = comb / jnp.sum(comb, axis=1)[:, None] + eps
+    comb = comb / (jnp.sum(comb, axis=0)[None, :] + eps)
 
     def normalise(_: Any, comb: jax.Array) -> jax.Array:
-        comb = comb / (jnp.sum(comb, axis=2)[:, :, None] + eps)
-        return comb / (jnp.sum(comb, axis=1)[:, None, :] + eps)
+        comb = comb / (jnp.sum(comb, axis=1)[:, None] + eps)
+        return comb / (jnp.sum(comb, axis=0)[None, :] + eps)
 
-    comb = lax.fori_loop(0, iterations - 1, normalise, comb)
-    at = target[:, None, None], column[None, :, None], column[None, None, :]
-    triton.store(comb_ref.at[at], comb, mask=jnp.broadcast_to(live[:, None, None], (ROWS, s, s)))
+    comb_ref[row, :, :] = lax.fori_loop(0, iterations - 1, normalise, comb)

@@ -1,7 +1,8 @@
-"""The mean of a row's squares, which norms and hyper-connections divide by.
+"""RMS normalisation, and the mean of a row's squares, which it divides by.
 
-A kernel of its own so that the order of the sum depends on the row's length alone: XLA may choose
-another for another number of rows.
+That mean is a kernel of its own so that the order of the sum depends on the row's length alone: XLA
+may choose another for another number of rows. Decoding's own norms are parts of larger kernels
+(`streams`, `latents`).
 """
 
 import functools
@@ -16,6 +17,16 @@ from ds41jax.kernels import gpu
 from ds41jax.kernels.compute import Compute
 
 COLUMNS = 1024  # a step
+
+
+def rms_norm(x: jax.Array, weight: jax.Array, eps: float, compute: Compute) -> jax.Array:
+    """weight * x / sqrt(mean(x^2) + eps) over the last axis, in float32, rounded once.
+
+    With the text model's eps of 1e-20 a row of zeros stays zero and tiny rows are scaled up in
+    full.
+    """
+    scale = lax.rsqrt(mean_square(x, compute) + eps)
+    return compute.round(weight.astype(jnp.float32) * (x.astype(jnp.float32) * scale))
 
 
 def mean_square(x: jax.Array, compute: Compute) -> jax.Array:

@@ -1,6 +1,6 @@
 """Which experts a row takes, and their weights, from the router's products.
 
-Letters: T rows, E experts, K experts a row.
+Letters: T rows, E experts, K experts a row, P parts of a sum.
 """
 
 import functools
@@ -41,8 +41,6 @@ def choose_experts(
     Returns:
       expert ids [T, K] int32, best first, ties to the lower id, and weights [T, K] float32.
     """
-    if compute.on_gpu:
-        return _choose_on_gpu(products, bias, k, normalise, factor, compute)
     scores = expert_scores(products)
     _, ids = lax.top_k(scores + bias, k)
     chosen = jnp.take_along_axis(scores, ids, axis=1)
@@ -64,10 +62,32 @@ def _overload(ids: jax.Array, bias: jax.Array) -> jax.Array:
     return jnp.broadcast_to((share - 1 / experts) / rows, bias.shape)
 
 
-def _choose_on_gpu(
-    products: jax.Array, bias: jax.Array, k: int, normalise: bool, factor: float, compute: Compute
+def choose_of_parts(
+    parts: jax.Array,
+    biases: tuple[jax.Array, jax.Array],
+    is_image: jax.Array,
+    k: int,
+    normalise: bool,
+    factor: float,
+    compute: Compute,
 ) -> tuple[jax.Array, jax.Array]:
-    rows, experts = products.shape
+    """`choose_experts` of products in parts [P, T, E], with biases [E] of text and image rows."""
+    if compute.on_gpu:
+        return _choose_on_gpu(parts, biases, is_image, k, normalise, factor, compute)
+    bias = jnp.where(is_image[:, None], biases[1], biases[0])
+    return choose_experts(gpu.add_parts(parts), bias, k, normalise, factor, compute)
+
+
+def _choose_on_gpu(
+    parts: jax.Array,
+    biases: tuple[jax.Array, jax.Array],
+    is_image: jax.Array,
+    k: int,
+    normalise: bool,
+    factor: float,
+    compute: Compute,
+) -> tuple[jax.Array, jax.Array]:
+    _, rows, experts = parts.shape
     kernel = functools.partial(
         _kernel,
         experts=experts,
@@ -80,13 +100,19 @@ def _choose_on_gpu(
         jax.ShapeDtypeStruct((rows, k), jnp.int32),
         jax.ShapeDtypeStruct((rows, k), jnp.float32),
     )
-    ids, weights = gpu.call(kernel, compute, (rows,), shapes, warps=1, name="route")(products, bias)
+    run = gpu.call(kernel, compute, (rows,), shapes, warps=2, name="route")
+    entries = [a for bias in biases for a in gpu.entry(bias)]
+    ids, weights = run(parts, is_image.astype(jnp.int32), *entries)
     return ids, weights
 
 
 def _kernel(
-    products_ref: Any,  # [T, E]
-    bias_ref: Any,
+    parts_ref: Any,  # [P, T, E]
+    image_ref: Any,  # [T]
+    text_layer: Any,
+    text_bias: Any,  # [L, E]
+    image_layer: Any,
+    image_bias: Any,  # [L, E]
     ids_ref: Any,  # [T, K]
     weights_ref: Any,
     *,
@@ -99,9 +125,14 @@ def _kernel(
     row, expert = pl.program_id(0), jnp.arange(width)
     live = expert < experts
     at = jnp.where(live, expert, 0)
-    products = triton.load(products_ref.at[row, at], mask=live, other=0.0)
+
+    def load(ref: Any, *lead: Any) -> jax.Array:
+        return triton.load(ref.at[(*lead, at)], mask=live, other=0.0)
+
+    products = gpu.add_parts([load(parts_ref, p, row) for p in range(parts_ref.shape[0])])
     scores = jnp.sqrt(jnp.maximum(products, 0.0) + jnp.log1p(jnp.exp(-jnp.abs(products))))
-    biased = scores + triton.load(bias_ref.at[row, at], mask=live, other=0.0)
+    of_image, of_text = load(image_bias, image_layer[0]), load(text_bias, text_layer[0])
+    biased = scores + jnp.where(image_ref[row] > 0, of_image, of_text)
     biased = jnp.where(live, biased, -jnp.inf)
     ids, weights = [], []
     for _ in range(k):

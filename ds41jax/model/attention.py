@@ -15,13 +15,20 @@ from flax import struct
 
 from ds41jax.config import ModelConfig
 from ds41jax.formats import Format, QuantizedArray
-from ds41jax.kernels import sparse_attention
+from ds41jax.kernels import gpu, latents, sparse_attention
 from ds41jax.kernels.cards import Part, sum_of_cards
 from ds41jax.kernels.compute import Compute
-from ds41jax.kernels.linear import grouped_linear, operand, quantized_linear
+from ds41jax.kernels.linear import (
+    grouped_linear,
+    grouped_parts,
+    operand,
+    quantized_linear,
+    quantized_parts,
+)
+from ds41jax.kernels.quantize import Input
 from ds41jax.kernels.rows import map_rows
 from ds41jax.model.norm import rms_norm
-from ds41jax.model.rope import rotate
+from ds41jax.model.rope import rotate, turns
 from ds41jax.model.state import PAGE_ROWS, KVState, Rows, StepBatch
 from ds41jax.model.tensors import Split, spec
 
@@ -76,7 +83,7 @@ def attention_specs(config: ModelConfig, prefix: str, layers: tuple[int, ...]) -
 
 
 def window_rows(
-    x: jax.Array,
+    x: Input,
     positions: jax.Array,
     weights: AttentionWeights,
     frequencies: Frequencies,
@@ -103,8 +110,9 @@ def queries(
 ) -> tuple[jax.Array, jax.Array]:
     """The normalised low-rank query [T, q_lora_rank] and the rotated queries [T, H, D].
 
-    H are the heads of this card.
+    H are the heads of this card. Not for a GPU: see `rows_and_queries`.
     """
+    assert not compute.on_gpu, "attention would rotate them again"
     wq_a, wq_b = operand(weights.wq_a, compute), operand(weights.wq_b, compute)
     norm = weights.q_norm
 
@@ -116,6 +124,32 @@ def queries(
         return latent, rotate(q, positions, frequencies, compute)
 
     return map_rows(compute, tile, x, positions)
+
+
+def rows_and_queries(
+    x: Input,
+    positions: jax.Array,
+    weights: AttentionWeights,
+    frequencies: Frequencies,
+    config: ModelConfig,
+    compute: Compute,
+) -> tuple[Rows, Input, jax.Array]:
+    """`window_rows`, and the latent and queries of `queries`.
+
+    On a GPU queries are not rotated yet: attention does that as it reads them.
+    """
+    if not compute.on_gpu:
+        rows = window_rows(x, positions, weights, frequencies, config, compute)
+        return rows, *queries(x, positions, weights, frequencies, config, compute)
+    latent, rows = latents.latents(
+        quantized_parts(x, (weights.wq_a, weights.wkv), compute),
+        (weights.q_norm, weights.kv_norm),
+        turns(positions, frequencies),
+        config.rms_norm_eps,
+        compute,
+    )
+    q = quantized_linear(latent, weights.wq_b, compute)
+    return rows, latent, q.reshape(q.shape[0], -1, config.head_dim)
 
 
 def window_index(batch: StepBatch, floor: jax.Array, window: int, ring: int) -> jax.Array:
@@ -180,11 +214,35 @@ def attend(
 ) -> jax.Array:
     """Attention over the given rows, and the output projection: q [T, H, D] -> [T, hidden].
 
+    On a GPU parts [P, T, hidden] of the result, of queries as `rows_and_queries` leaves them.
     `guide`: see `sparse_attention`.
     """
-    scale = config.head_dim**-0.5
-    out = sparse_attention.sparse_attention(q, sources, weights.attn_sink, scale, compute, guide)
+    scale, sink = config.head_dim**-0.5, weights.attn_sink
+    if compute.on_gpu:
+        return _attend_on_gpu(q, positions, sources, weights, frequencies, scale, compute)
+    out = sparse_attention.sparse_attention(q, sources, sink, scale, compute, guide)
     return project_output(out, positions, weights, frequencies, config, compute)
+
+
+def _attend_on_gpu(
+    q: jax.Array,
+    positions: jax.Array,
+    sources: tuple[tuple[sparse_attention.Rows, jax.Array], ...],
+    weights: AttentionWeights,
+    frequencies: Frequencies,
+    scale: float,
+    compute: Compute,
+) -> jax.Array:
+    """`attend` in parts [P, T, hidden], with the rotations in the kernels of attention."""
+    groups = q.shape[1] * q.shape[2] // weights.wo_a.shape[-1]
+    angles = turns(positions, frequencies)
+    out = sparse_attention.rotated_attention(
+        q, angles, sources, weights.attn_sink, scale, groups, compute
+    )
+    (parts,) = quantized_parts(grouped_parts(out, weights.wo_a, compute), (weights.wo_b,), compute)
+    if compute.splits(Part.ATTENTION):
+        return sum_of_cards(gpu.add_parts(parts))[None]
+    return parts
 
 
 def project_output(

@@ -1,12 +1,15 @@
 """One transformer block: attention and experts between hyper-connections."""
 
 from collections.abc import Callable
+from typing import Any
 
 import jax
 from flax import struct
 
 from ds41jax.config import ModelConfig
+from ds41jax.kernels import streams
 from ds41jax.kernels.compute import Compute
+from ds41jax.kernels.quantize import Input
 from ds41jax.kernels.rows import map_rows
 from ds41jax.model.attention import AttentionWeights, attention_specs
 from ds41jax.model.hyper_connections import (
@@ -14,6 +17,7 @@ from ds41jax.model.hyper_connections import (
     collapse,
     expand,
     mix_specs,
+    mixes_on_gpu,
     split_mixes,
     stream_mixes,
 )
@@ -21,7 +25,8 @@ from ds41jax.model.moe import MoeWeights, moe, moe_specs
 from ds41jax.model.norm import rms_norm
 from ds41jax.model.tensors import spec
 
-Attend = Callable[[jax.Array], jax.Array]
+Attend = Callable[[Input], jax.Array]
+ATTENTION_PLANES, EXPERT_PLANES = (2,), (2, 4)  # of dense weights, and of routed experts
 
 
 @struct.dataclass
@@ -61,12 +66,14 @@ def attention_input(
     weights: BlockWeights,
     config: ModelConfig,
     compute: Compute,
-) -> jax.Array:
+) -> Input:
     """The normalised input [T, D] of a block's attention, of streams [T, S, D] and pre [T, S]."""
+    norm, eps = weights.attn_norm, config.rms_norm_eps
+    if compute.on_gpu:
+        return streams.enter(stream, pre, norm, eps, ATTENTION_PLANES, compute)[0]
 
     def tile(stream: jax.Array, pre: jax.Array) -> jax.Array:
-        x = collapse(stream, pre, compute)
-        return rms_norm(x, weights.attn_norm, config.rms_norm_eps, compute)
+        return rms_norm(collapse(stream, pre, compute), norm, eps, compute)
 
     return map_rows(compute, tile, stream, pre)
 
@@ -83,7 +90,7 @@ class Middle:
     """
 
     stream: jax.Array
-    x: jax.Array
+    x: Input
     pre: jax.Array
     post: jax.Array
     comb: jax.Array
@@ -98,6 +105,8 @@ def first_half(
     compute: Compute,
 ) -> Middle:
     """A block up to the input of its experts. See `block`."""
+    if compute.on_gpu:
+        return _first_half_on_gpu(stream, pre, attend, weights, config, compute)
 
     def mix_attention(stream: jax.Array) -> tuple[jax.Array, ...]:
         mixes = stream_mixes(stream, weights.hc_attn, config, compute)
@@ -105,7 +114,7 @@ def first_half(
 
     def between(
         stream: jax.Array, output: jax.Array, pre: jax.Array, post: jax.Array, comb: jax.Array
-    ) -> tuple[jax.Array, ...]:
+    ) -> Any:
         stream = expand(output, stream, post, comb, compute)
         mixes = stream_mixes(stream, weights.hc_ffn, config, compute)
         x = collapse(stream, pre, compute)
@@ -116,6 +125,24 @@ def first_half(
     attn_pre, post, comb = map_rows(compute, mix_attention, stream)
     output = attend(x)
     return Middle(*map_rows(compute, between, stream, output, attn_pre, post, comb))
+
+
+def _first_half_on_gpu(
+    stream: jax.Array,
+    pre: jax.Array,
+    attend: Attend,
+    weights: BlockWeights,
+    config: ModelConfig,
+    compute: Compute,
+) -> Middle:
+    """`first_half` in kernels that each do what stands between two products."""
+    eps, norms = config.rms_norm_eps, (weights.attn_norm, weights.ffn_norm)
+    x, square = streams.enter(stream, pre, norms[0], eps, ATTENTION_PLANES, compute)
+    pre, post, comb = mixes_on_gpu(stream, square, weights.hc_attn, config, compute)
+    stream, x, square = streams.leave_and_enter(
+        attend(x), stream, post, comb, pre, norms[1], eps, EXPERT_PLANES, compute
+    )
+    return Middle(stream, x, *mixes_on_gpu(stream, square, weights.hc_ffn, config, compute))
 
 
 def second_half(output: jax.Array, middle: Middle, compute: Compute) -> tuple[jax.Array, jax.Array]:
@@ -144,7 +171,7 @@ def block(
       stream: [T, S, D] residual streams.
       pre: [T, S] collapse weights left by the sub-layer before.
       is_image: [T] bool.
-      attend: the attention of this block, [T, D] -> [T, D].
+      attend: the attention of this block, [T, D] -> [T, D], on a GPU parts [P, T, D] of that.
       weights: of one layer.
 
     Returns:

@@ -20,6 +20,7 @@ from ds41jax.config import ModelConfig
 from ds41jax.formats import Format
 from ds41jax.kernels.compute import Compute
 from ds41jax.kernels.linear import linear, operand, project
+from ds41jax.kernels.quantize import Input
 from ds41jax.kernels.rows import map_rows
 from ds41jax.model.norm import rms_norm
 from ds41jax.model.rope import compressed_frequencies, rotate
@@ -83,7 +84,7 @@ def no_global_rows(rows: int, config: ModelConfig, compute: Compute) -> GlobalRo
 
 
 def compress(
-    x: jax.Array,
+    x: Input,
     weights: CompressorWeights,
     source: jax.Array | int,
     ratio: int,
@@ -152,7 +153,7 @@ def _store_halves(
 
 
 def _pool_pairs(
-    x: jax.Array,
+    x: Input,
     weights: CompressorWeights,
     source: jax.Array | int,
     pair: jax.Array | int,

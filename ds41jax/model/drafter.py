@@ -20,6 +20,7 @@ from ds41jax.config import ModelConfig
 from ds41jax.formats import Format, QuantizedArray
 from ds41jax.kernels.compute import Compute
 from ds41jax.kernels.linear import operand, project, quantized_linear
+from ds41jax.kernels.quantize import Input
 from ds41jax.kernels.rows import map_rows
 from ds41jax.model import attention
 from ds41jax.model.block import BlockWeights, block, block_specs
@@ -146,11 +147,10 @@ def run_stages(
     text = jnp.zeros(rows.shape, bool)
 
     def stage(i: jax.Array, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-        mine: BlockWeights = at_layer(weights.stages, i)
+        mine: BlockWeights = at_layer(weights.stages, i, in_place=compute.on_gpu)
 
-        def attend(x: jax.Array) -> jax.Array:
-            kv = attention.window_rows(x, rows, mine.attn, frequencies, config, compute)
-            _, q = attention.queries(x, rows, mine.attn, frequencies, config, compute)
+        def attend(x: Input) -> jax.Array:
+            kv, _, q = attention.rows_and_queries(x, rows, mine.attn, frequencies, config, compute)
             sources = (
                 (attention.ring_and_step_rows(state.draft_window, i, slots, kv, compute), index),
             )

@@ -16,9 +16,12 @@ from jax import lax
 from ds41jax.config import ModelConfig
 from ds41jax.kernels import mixes as mixes_kernel
 from ds41jax.kernels.compute import REFERENCE, Compute
-from ds41jax.kernels.linear import project
+from ds41jax.kernels.linear import project, project_parts
 from ds41jax.kernels.norm import mean_square
+from ds41jax.kernels.streams import collapse, expand
 from ds41jax.model.tensors import spec
+
+__all__ = ["collapse", "expand"]  # this mechanism's, in kernels/ beside those that contain them
 
 
 @struct.dataclass
@@ -56,28 +59,19 @@ def stream_mixes(
     return project(flat, weights.fn, compute) * scale
 
 
-def collapse(stream: jax.Array, pre: jax.Array, compute: Compute) -> jax.Array:
-    """Streams [T, S, D] weighted by pre [T, S] to the sub-layer's input [T, D]."""
-    terms = pre[..., None] * stream.astype(jnp.float32)
-    return compute.round(_sum_in_order(terms, axis=1))
-
-
-def expand(
-    output: jax.Array, stream: jax.Array, post: jax.Array, comb: jax.Array, compute: Compute
-) -> jax.Array:
-    """Writes an output [T, D] back: stream k = post[k] * output + sum_j comb[j, k] * stream j."""
-    terms = comb[..., None] * stream.astype(jnp.float32)[:, :, None, :]
-    mixed = _sum_in_order(terms, axis=1)
-    return compute.round(post[..., None] * output.astype(jnp.float32)[:, None, :] + mixed)
+def mixes_on_gpu(
+    stream: jax.Array,
+    square: jax.Array,
+    weights: MixWeights,
+    config: ModelConfig,
+    compute: Compute,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """`split_mixes` of `stream_mixes`, by the kernels; square [T] is the streams' mean square."""
+    parts = project_parts(stream.reshape(stream.shape[0], -1), weights.fn, compute)
+    sizes = config.hc_mult, config.hc_sinkhorn_iters, config.hc_eps, config.rms_norm_eps
+    return mixes_kernel.finish_mixes(parts, square, weights.base, weights.scale, *sizes, compute)
 
 
 def initial_pre(rows: int, config: ModelConfig) -> jax.Array:
     """The collapse weights of the first sub-layer, [T, S]: stream 0 alone."""
     return jnp.zeros((rows, config.hc_mult), jnp.float32).at[:, 0].set(1)
-
-
-def _sum_in_order(x: jax.Array, axis: int) -> jax.Array:
-    total, *rest = jnp.moveaxis(x, axis, 0)
-    for term in rest:
-        total = total + term
-    return total

@@ -28,6 +28,7 @@ from ds41jax.kernels.index_select import (
     top_rows,
 )
 from ds41jax.kernels.linear import linear, operand, quantized_linear
+from ds41jax.kernels.quantize import Input
 from ds41jax.kernels.rows import map_rows
 from ds41jax.model.rope import compressed_frequencies, rotate
 from ds41jax.model.state import PAGE_ROWS, KVState, StepBatch, slots_of
@@ -92,8 +93,8 @@ def sequence_rows(batch: StepBatch, ratio: int) -> int:
 
 
 def index_queries(
-    x: jax.Array,
-    q_latent: jax.Array,
+    x: Input,
+    q_latent: Input,
     positions: jax.Array,
     weights: IndexerWeights,
     config: ModelConfig,

@@ -14,8 +14,9 @@ from ds41jax.formats import Format, QuantizedArray
 from ds41jax.kernels.cards import Part, sum_of_cards
 from ds41jax.kernels.compute import REFERENCE, Compute
 from ds41jax.kernels.experts import expert_mlp, routed_experts
-from ds41jax.kernels.linear import operand, project
-from ds41jax.kernels.routing import choose_experts, expert_scores
+from ds41jax.kernels.linear import operand, project, project_parts
+from ds41jax.kernels.quantize import Input, values_of
+from ds41jax.kernels.routing import choose_experts, choose_of_parts, expert_scores
 from ds41jax.kernels.rows import map_rows
 from ds41jax.model.state import StepBatch
 from ds41jax.model.tensors import Split, choose, lookup, spec
@@ -95,7 +96,7 @@ def router_scores(x: jax.Array, weight: jax.Array, compute: Compute = REFERENCE)
 
 
 def route(
-    x: jax.Array,
+    x: Input,
     is_image: jax.Array,
     weights: RouterWeights,
     k: int,
@@ -112,14 +113,18 @@ def route(
     Returns:
       expert ids [T, K] int32, best first, ties to the lower id, and weights [T, K] float32.
     """
+    normalise, factor = config.norm_topk_prob, config.routed_scaling_factor
+    if compute.on_gpu:
+        parts = project_parts(x, weights.weight, compute)
+        biases = weights.bias, weights.bias_vl
+        return choose_of_parts(parts, biases, is_image, k, normalise, factor, compute)
     products = project(x, weights.weight, compute)
     bias = jnp.where(is_image[:, None], weights.bias_vl, weights.bias)
-    normalise, factor = config.norm_topk_prob, config.routed_scaling_factor
     return choose_experts(products, bias, k, normalise, factor, compute)
 
 
 def moe(
-    x: jax.Array,
+    x: Input,
     is_image: jax.Array,
     weights: MoeWeights,
     k: int,
@@ -162,7 +167,7 @@ class ExpertsAway:
 
 
 def send_experts(
-    x: jax.Array,
+    x: Input,
     is_image: jax.Array,
     live: jax.Array,
     layer: jax.Array | int,
@@ -182,11 +187,11 @@ def send_experts(
     assert exchange is not None
     whole = not compute.splits(Part.EXPERTS)
 
-    def choose_rows(x: jax.Array, is_image: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def choose_rows(x: Input, is_image: jax.Array) -> tuple[jax.Array, jax.Array]:
         return route(x, is_image, weights.gate, k, config, compute)
 
     ids, routing = map_rows(compute, choose_rows, x, is_image)
-    ticket = exchange.send(x, ids, routing, layer, live, fault, compute)
+    ticket = exchange.send(values_of(x), ids, routing, layer, live, fault, compute)
     s = weights.shared_experts
     dense = operand(s.w1, compute), operand(s.w2, compute), operand(s.w3, compute)
     shared = map_rows(compute, lambda x: expert_mlp(x, dense, None, limit, compute, whole), x)
@@ -223,7 +228,7 @@ def await_experts(
 
 
 def exchanged_moe(
-    x: jax.Array,
+    x: Input,
     is_image: jax.Array,
     live: jax.Array,
     layer: jax.Array | int,
@@ -242,7 +247,7 @@ def exchanged_moe(
 
 
 def placed_moe(
-    x: jax.Array,
+    x: Input,
     layer: jax.Array | int,
     fault: jax.Array | None,
     weights: MoeWeights,

@@ -8,6 +8,7 @@ import numpy as np
 
 from ds41jax.config import ModelConfig, YarnConfig
 from ds41jax.kernels.compute import Compute
+from ds41jax.kernels.rotation import Turn, turn
 
 
 def inverse_frequencies(dim: int, theta: float, yarn: YarnConfig | None) -> np.ndarray:
@@ -72,9 +73,10 @@ def rotate(
     cos, sin = jnp.cos(angles), jnp.sin(angles)
     if inverse:
         sin = -sin
-    width = 2 * frequencies.shape[0]
-    kept, turned = x[..., :-width], x[..., -width:].astype(jnp.float32)
-    pairs = turned.reshape(*turned.shape[:-1], width // 2, 2)
-    a, b = pairs[..., 0], pairs[..., 1]
-    rotated = jnp.stack([a * cos - b * sin, a * sin + b * cos], axis=-1).reshape(turned.shape)
-    return jnp.concatenate([kept, compute.round(rotated).astype(x.dtype)], axis=-1)
+    return turn(x, cos, sin, compute)
+
+
+def turns(positions: jax.Array, frequencies: jax.Array | np.ndarray) -> Turn:
+    """`rotate`'s angles, for the kernels that turn what they read or write."""
+    angles = positions.astype(jnp.float32)[:, None] * frequencies
+    return Turn(jnp.cos(angles), jnp.sin(angles))

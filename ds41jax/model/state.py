@@ -17,6 +17,7 @@ from jax import lax
 from ds41jax.config import ModelConfig
 from ds41jax.formats import Format, QuantizedArray
 from ds41jax.kernels.compute import Compute
+from ds41jax.kernels.store import store_rows
 
 PAGE_ROWS = 256
 CARRY_PAIRS = 8  # open pairs kept a source: twice this is the widest rejection that can be repaired
@@ -178,6 +179,9 @@ def write_ring(
     """Stores rows [T, D] at position modulo R of ring [L, S, R, D]; only a sequence's last R do."""
     _, slots, size, *_ = jax.tree.leaves(ring)[0].shape
     targets, index = ring_slots(batch, slots, size)
+    if compute.on_gpu:
+        assert isinstance(ring, QuantizedArray) and isinstance(rows, QuantizedArray)
+        return store_rows(ring, layer, targets, index, rows, compute)
     return jax.tree.map(lambda a, b: put(a, (layer, targets, index), b, compute), ring, rows)
 
 

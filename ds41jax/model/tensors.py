@@ -17,7 +17,7 @@ from jax import lax
 
 from ds41jax.formats import Format, QuantizedArray
 from ds41jax.kernels.cards import Part
-from ds41jax.kernels.linear import StackEntry
+from ds41jax.kernels.gpu import StackEntry
 
 T = TypeVar("T")
 StorageFormat = str | Format  # "f32", "bf16" or a quantised format
@@ -121,15 +121,13 @@ def spec(name: str, shape: tuple[int, ...], format: StorageFormat, **stack: Any)
 def at_layer(weights: Any, layer: Any, in_place: bool = False) -> Any:
     """Entry `layer` of every stacked weight; quantised ones are only pointed at, not moved.
 
-    `in_place` points at other matrices too (`StackEntry`): for kernels, which read them there.
+    `in_place` points at the others too (`StackEntry`): for kernels, which read them there.
     """
 
     def take(leaf: Any) -> Any:
         if isinstance(leaf, QuantizedArray):
             return leaf.at_layer(layer)
-        if in_place and leaf.ndim == 3:
-            return StackEntry(leaf, layer)
-        return leaf[layer]
+        return StackEntry(leaf, layer) if in_place else leaf[layer]
 
     return jax.tree.map(take, weights, is_leaf=lambda leaf: isinstance(leaf, QuantizedArray))
 

@@ -15,6 +15,7 @@ from jax import lax
 
 from ds41jax.config import ModelConfig, SelectRole
 from ds41jax.kernels.compute import Compute
+from ds41jax.kernels.quantize import Input
 from ds41jax.model import attention, compressor, indexer
 from ds41jax.model.block import Middle, first_half, second_half
 from ds41jax.model.engram import engram
@@ -86,7 +87,7 @@ def enter_layer(
     state = keep_suffix(carry, index, batch, config, compute)
     selection = carry.selection
 
-    def attend(x: jax.Array) -> jax.Array:
+    def attend(x: Input) -> jax.Array:
         nonlocal state, selection
         out, state, selection = attention_layer(
             x, index, state, selection, params, batch, config, compute
@@ -129,7 +130,7 @@ def add_engram(
 
 
 def attention_layer(
-    x: jax.Array,
+    x: Input,
     index: Index,
     state: KVState,
     selection: Selection,
@@ -139,14 +140,15 @@ def attention_layer(
     compute: Compute,
 ) -> tuple[jax.Array, KVState, Selection]:
     """Attention of one layer on its normalised input x [T, D]; writes its rows, reads caches."""
-    weights = at_layer(params.layers.attn, index)
+    weights = at_layer(params.layers.attn, index, in_place=compute.on_gpu)
     frequencies = layer_frequencies(config, index)
-    rows = attention.window_rows(x, batch.positions, weights, frequencies, config, compute)
+    rows, latent, q = attention.rows_and_queries(
+        x, batch.positions, weights, frequencies, config, compute
+    )
     floor = window_floor(batch, index, config)
     window = attention.window_index(batch, floor, config.sliding_window, ring_rows(config))
     ring = attention.ring_and_step_rows(state.window, index, batch.slots, rows, compute)
     sources = [(ring, window)]
-    latent, q = attention.queries(x, batch.positions, weights, frequencies, config, compute)
     if config.kv_source_layer_ids:
         state = publish(x, index, state, params, batch, config, compute)
         selection = select(x, latent, index, state, selection, params, batch, config, compute)
@@ -182,7 +184,7 @@ def window_floor(batch: StepBatch, index: Index, config: ModelConfig) -> jax.Arr
 
 
 def publish(
-    x: jax.Array,
+    x: Input,
     index: Index,
     state: KVState,
     params: Params,
@@ -209,8 +211,8 @@ def publish(
 
 
 def select(
-    x: jax.Array,
-    latent: jax.Array,
+    x: Input,
+    latent: Input,
     index: Index,
     state: KVState,
     selection: Selection,
