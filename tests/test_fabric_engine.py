@@ -10,7 +10,15 @@ from functools import cache
 
 import pytest
 from engine_runs import Run, options, prompt, request
-from fabric_workers import ROWS, WorkerProcess, worker_processes
+from fabric_workers import (
+    ROWS,
+    WorkerProcess,
+    fabric,
+    place,
+    wide_checkpoint,
+    wide_model,
+    worker_processes,
+)
 from oracle import tiny_model
 from paths import GOLDEN
 from test_fabric_faults import stopped, until
@@ -21,7 +29,7 @@ from ds41jax.engine.request import Failed, Finished
 from ds41jax.engine.session import Session
 from ds41jax.fabric.coordinator import Fabric, FabricOptions
 from ds41jax.fabric.exchange import InProcess
-from ds41jax.fabric.topology import Placement, find_topology, make_placement
+from ds41jax.fabric.topology import TOPOLOGIES, Placement, find_topology, make_placement
 from ds41jax.formats import Numerics
 from ds41jax.kernels.compute import Compute
 
@@ -133,6 +141,18 @@ def test_a_lost_group_costs_no_request() -> None:
             run.finish()
             assert all(isinstance(run.last(n), Finished) for n in numbers)
             assert all(len(run.tokens(n)) == 8 for n in numbers)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "transports"),
+    [(name, (TCP, "sm,self")[i % 2]) for i, name in enumerate(sorted(TOPOLOGIES))],
+)
+def test_every_topology_serves_requests(name: str, transports: str) -> None:
+    path, made = wide_checkpoint(), place(wide_checkpoint(), name, FIRST)
+    expected = conversation(engine_run(wide_model(), Compute(exchange=InProcess(made))))
+    with fabric(path, made, transports) as (connected, _):
+        assert conversation(engine_run(wide_model(), connected.compute())) == expected
 
 
 def test_options_that_do_not_go_together() -> None:
