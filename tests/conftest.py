@@ -6,16 +6,47 @@ from pathlib import Path
 
 import jax
 import pytest
-from oracle import tiny_model
 
 from ds41jax.checkpoint.presets import tiny_config
 from ds41jax.checkpoint.synthetic import make_checkpoint
 from ds41jax.engine.loading import Model, load_model
+from ds41jax.kernels import compute
 
 # Workers compile the same programs: whoever is first leaves them to the other.
 _COMPILED = Path(__file__).parent.parent / ".pytest_cache" / "compiled"
 jax.config.update("jax_compilation_cache_dir", str(_COMPILED))
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.3)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--kernels",
+        choices=[kind.value for kind in compute.Kernels],
+        help="of REFERENCE in tests: 'pallas' puts a GPU's kernels to the golden values",
+    )
+
+
+# Files that take minutes begin, so that no worker is left alone with one at the end.
+LONGEST = (
+    "test_fabric_engine.py",
+    "test_engine.py",
+    "test_two_cards.py",
+    "test_engine_thread.py",
+    "test_training.py",
+    "test_engine_gpu.py",
+    "test_model_golden.py",
+    "test_notebooks.py",
+)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: item.path.name not in LONGEST)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Before any test module is imported, and with it the constant."""
+    if chosen := config.getoption("--kernels"):
+        compute.REFERENCE = compute.Compute(kernels=compute.Kernels(chosen))
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -29,6 +60,8 @@ def few_programs() -> Iterator[None]:
 @pytest.fixture(scope="session")
 def model() -> Model:
     """The tiny checkpoint of the golden data, loaded once."""
+    from oracle import tiny_model  # not before the options are known
+
     return tiny_model()
 
 
