@@ -249,10 +249,10 @@ Coordinator::Wave* Coordinator::take_over(Wave& lost, Lock& lock) {
   return wave;
 }
 
-std::string Coordinator::lost_ranks(const Wave& wave) const {
+std::string Coordinator::lost_ranks() const {
   std::string why;
   for (uint32_t r = 0; r < options_.ranks; ++r) {
-    if (!wave.parts[r].expected || ranks_[r].endpoint.handle) continue;
+    if (ranks_[r].endpoint.handle) continue;
     if (!why.empty()) why += "; ";
     why += "expert worker " + std::to_string(r) + ": " + ranks_[r].reason;
   }
@@ -272,7 +272,7 @@ uint32_t Coordinator::wait(uint64_t ticket, uint32_t rows, float* out) {
     bool pending, failed;
     settle(*wave, pending, failed);
     if (failed) {
-      std::string why = lost_ranks(*wave);
+      std::string why = lost_ranks();
       wave = take_over(*wave, lock);
       if (!wave) return record(why);
       continue;

@@ -79,7 +79,7 @@ class Coordinator {
   void post(Wave& wave, uint32_t alive);
   void deliver(Wave& wave, uint32_t rank);
   Wave* take_over(Wave& lost, Lock& lock);
-  std::string lost_ranks(const Wave& wave) const;
+  std::string lost_ranks() const;  // all of them, also those that were down before
   void settle(Wave& wave, bool& pending, bool& failed);
   void fail(uint32_t rank, const std::string& why);
   uint32_t record(const std::string& why);
