@@ -26,23 +26,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
-# Files that take minutes begin, so that no worker is left alone with one at the end.
-LONGEST = (
-    "test_fabric_engine.py",
-    "test_engine.py",
-    "test_two_cards.py",
-    "test_engine_thread.py",
-    "test_training.py",
-    "test_engine_gpu.py",
-    "test_model_golden.py",
-    "test_notebooks.py",
-)
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    items.sort(key=lambda item: item.path.name not in LONGEST)
-
-
 def pytest_configure(config: pytest.Config) -> None:
     """Before any test module is imported, and with it the constant."""
     if chosen := config.getoption("--kernels"):
