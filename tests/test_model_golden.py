@@ -33,18 +33,13 @@ from oracle import (
 )
 
 from ds41jax.kernels.compute import FLOAT32, REFERENCE, Compute
+from ds41jax.kernels.norm import rms_norm
+from ds41jax.kernels.streams import collapse, expand
 from ds41jax.model import backbone, text_layer
 from ds41jax.model.block import attention_input
-from ds41jax.model.hyper_connections import (
-    collapse,
-    expand,
-    initial_pre,
-    split_mixes,
-    stream_mixes,
-)
+from ds41jax.model.hyper_connections import initial_pre, split_mixes, stream_mixes
 from ds41jax.model.indexer import empty_selection
 from ds41jax.model.moe import moe, route, router_scores
-from ds41jax.model.norm import rms_norm
 from ds41jax.model.tensors import at_layer
 from ds41jax.model.vision import image_span
 

@@ -36,21 +36,16 @@ from ds41jax.formats import Format, QuantizedArray, encode, values
 from ds41jax.kernels.compute import FLOAT32, REFERENCE, Compute
 from ds41jax.kernels.experts import routed_experts
 from ds41jax.kernels.linear import dot, quantized_linear
+from ds41jax.kernels.norm import rms_norm
+from ds41jax.kernels.streams import collapse, expand
 from ds41jax.model import attention, drafter, text_layer
 from ds41jax.model.attention import attention_specs
 from ds41jax.model.block import block_specs
 from ds41jax.model.compressor import compressor_specs
 from ds41jax.model.engram import engram, engram_gate, engram_specs
-from ds41jax.model.hyper_connections import (
-    collapse,
-    expand,
-    mix_specs,
-    split_mixes,
-    stream_mixes,
-)
+from ds41jax.model.hyper_connections import mix_specs, split_mixes, stream_mixes
 from ds41jax.model.indexer import Selection, empty_selection, indexer_specs
 from ds41jax.model.moe import moe, moe_specs, route, router_scores
-from ds41jax.model.norm import rms_norm
 from ds41jax.model.params import Params
 from ds41jax.model.rope import rotate
 from ds41jax.model.state import (

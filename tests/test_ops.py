@@ -38,21 +38,15 @@ from ds41jax.kernels.experts import expert_mlp, routed_experts
 from ds41jax.kernels.index_select import candidate_blocks, top_rows
 from ds41jax.kernels.linear import dot, quantized_linear
 from ds41jax.kernels.mixes import sinkhorn
+from ds41jax.kernels.norm import rms_norm
 from ds41jax.kernels.sparse_attention import sparse_attention
+from ds41jax.kernels.streams import collapse, expand
 from ds41jax.model import compressor, drafter
 from ds41jax.model.attention import window_index
 from ds41jax.model.engram import engram
-from ds41jax.model.hyper_connections import (
-    MixWeights,
-    collapse,
-    expand,
-    initial_pre,
-    split_mixes,
-    stream_mixes,
-)
+from ds41jax.model.hyper_connections import MixWeights, initial_pre, split_mixes, stream_mixes
 from ds41jax.model.indexer import empty_selection
 from ds41jax.model.moe import moe, route, router_scores
-from ds41jax.model.norm import rms_norm
 from ds41jax.model.rope import compressed_frequencies, inverse_frequencies, rotate, yarn_bounds
 from ds41jax.model.state import CacheShape, KVState, init_state
 from ds41jax.model.tensors import at_layer

@@ -17,7 +17,7 @@ from safetensors.numpy import load_file
 
 from ds41jax.config import ModelConfig, VisionConfig, parse_config
 from ds41jax.kernels.compute import FLOAT32, REFERENCE, Compute
-from ds41jax.model.norm import rms_norm
+from ds41jax.kernels.norm import rms_norm
 from ds41jax.model.tensors import TensorSpec
 from ds41jax.model.vision import (
     NORM_EPS,

@@ -25,9 +25,9 @@ from ds41jax.kernels.linear import (
     quantized_linear,
     quantized_parts,
 )
+from ds41jax.kernels.norm import rms_norm
 from ds41jax.kernels.quantize import Input
 from ds41jax.kernels.rows import map_rows
-from ds41jax.model.norm import rms_norm
 from ds41jax.model.rope import rotate, turns
 from ds41jax.model.state import PAGE_ROWS, KVState, Rows, StepBatch
 from ds41jax.model.tensors import Split, spec

@@ -9,7 +9,6 @@ Letters: T rows, S streams, D hidden size, V vocabulary.
 import dataclasses
 from collections.abc import Callable
 from functools import partial
-from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -18,12 +17,13 @@ from jax import lax
 from ds41jax.config import ModelConfig
 from ds41jax.kernels.compute import Compute
 from ds41jax.kernels.linear import operand, project
+from ds41jax.kernels.norm import rms_norm
 from ds41jax.kernels.rows import map_rows
+from ds41jax.kernels.streams import collapse
 from ds41jax.model import attention, indexer
 from ds41jax.model.block import BlockWeights, attention_input
-from ds41jax.model.hyper_connections import collapse, initial_pre
+from ds41jax.model.hyper_connections import initial_pre
 from ds41jax.model.lanes import divides, run_lanes
-from ds41jax.model.norm import rms_norm
 from ds41jax.model.params import Params
 from ds41jax.model.state import KVState, StepBatch, write_ring
 from ds41jax.model.tensors import at_layer
@@ -31,8 +31,6 @@ from ds41jax.model.text_layer import Carry, Index, keep_suffix, layer, layer_fre
 from ds41jax.model.vocabulary import token_rows, whole_logits
 
 _KEPT = jax.checkpoint_policies.save_only_these_names(indexer.CHOSEN)  # by a training step
-
-T = TypeVar("T")
 
 
 def run_layers(

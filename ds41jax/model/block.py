@@ -9,20 +9,19 @@ from flax import struct
 from ds41jax.config import ModelConfig
 from ds41jax.kernels import streams
 from ds41jax.kernels.compute import Compute
+from ds41jax.kernels.norm import rms_norm
 from ds41jax.kernels.quantize import Input
 from ds41jax.kernels.rows import map_rows
+from ds41jax.kernels.streams import collapse, expand
 from ds41jax.model.attention import AttentionWeights, attention_specs
 from ds41jax.model.hyper_connections import (
     MixWeights,
-    collapse,
-    expand,
     mix_specs,
     mixes_on_gpu,
     split_mixes,
     stream_mixes,
 )
 from ds41jax.model.moe import MoeWeights, moe, moe_specs
-from ds41jax.model.norm import rms_norm
 from ds41jax.model.tensors import spec
 
 Attend = Callable[[Input], jax.Array]

@@ -20,9 +20,9 @@ from ds41jax.config import ModelConfig
 from ds41jax.formats import Format
 from ds41jax.kernels.compute import Compute
 from ds41jax.kernels.linear import linear, operand, project
+from ds41jax.kernels.norm import rms_norm
 from ds41jax.kernels.quantize import Input
 from ds41jax.kernels.rows import map_rows
-from ds41jax.model.norm import rms_norm
 from ds41jax.model.rope import compressed_frequencies, rotate
 from ds41jax.model.state import CARRY_PAIRS, PAGE_ROWS, KVState, StepBatch, put, write_pages
 from ds41jax.model.tensors import lookup, spec

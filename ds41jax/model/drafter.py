@@ -20,12 +20,13 @@ from ds41jax.config import ModelConfig
 from ds41jax.formats import Format, QuantizedArray
 from ds41jax.kernels.compute import Compute
 from ds41jax.kernels.linear import operand, project, quantized_linear
+from ds41jax.kernels.norm import rms_norm
 from ds41jax.kernels.quantize import Input
 from ds41jax.kernels.rows import map_rows
+from ds41jax.kernels.streams import collapse
 from ds41jax.model import attention
 from ds41jax.model.block import BlockWeights, block, block_specs
-from ds41jax.model.hyper_connections import collapse, initial_pre
-from ds41jax.model.norm import rms_norm
+from ds41jax.model.hyper_connections import initial_pre
 from ds41jax.model.rope import plain_frequencies
 from ds41jax.model.state import KVState, StepBatch, ring_rows, write_ring
 from ds41jax.model.tensors import at_layer, spec

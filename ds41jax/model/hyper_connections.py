@@ -18,10 +18,7 @@ from ds41jax.kernels import mixes as mixes_kernel
 from ds41jax.kernels.compute import REFERENCE, Compute
 from ds41jax.kernels.linear import project, project_parts
 from ds41jax.kernels.norm import mean_square
-from ds41jax.kernels.streams import collapse, expand
 from ds41jax.model.tensors import spec
-
-__all__ = ["collapse", "expand"]  # this mechanism's, in kernels/ beside those that contain them
 
 
 @struct.dataclass

@@ -25,8 +25,8 @@ from jax import lax
 from ds41jax.config import ModelConfig, VisionConfig
 from ds41jax.kernels.compute import Compute
 from ds41jax.kernels.linear import dot, linear
+from ds41jax.kernels.norm import rms_norm
 from ds41jax.kernels.rows import map_rows
-from ds41jax.model.norm import rms_norm
 from ds41jax.model.rope import inverse_frequencies
 from ds41jax.model.tensors import spec
 

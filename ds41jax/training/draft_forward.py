@@ -12,11 +12,12 @@ import jax.numpy as jnp
 from ds41jax.config import ModelConfig
 from ds41jax.kernels.compute import Compute
 from ds41jax.kernels.linear import project, quantized_linear
+from ds41jax.kernels.norm import rms_norm
+from ds41jax.kernels.streams import collapse
 from ds41jax.model import attention
 from ds41jax.model.block import BlockWeights, block
 from ds41jax.model.drafter import Draft, DrafterWeights
-from ds41jax.model.hyper_connections import collapse, initial_pre
-from ds41jax.model.norm import rms_norm
+from ds41jax.model.hyper_connections import initial_pre
 from ds41jax.model.params import Params
 from ds41jax.model.rope import plain_frequencies
 from ds41jax.model.state import StepBatch
